@@ -3,6 +3,7 @@
 import ctypes
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import on_host
 import pytest
@@ -47,8 +48,8 @@ void run(int width, int height, long long shared, int seed, const AttendParams* 
 class Emulated:
     """The launches of a shape, emulated on the host."""
 
-    def __init__(self, folder: Path, shape: CtaShape, dtype: torch.dtype) -> None:
-        program = few_heads.program(shape, dtype)
+    def __init__(self, folder: Path, shape: CtaShape, dtype: torch.dtype, keep_rest: bool = False) -> None:
+        program = few_heads.program(shape, dtype, keep_rest)
         source = program.source.replace('#include "instructions.cuh"', '#include "warpgroup_emulator.hpp"')
         options = [*program.options, "-I", str(Path(few_heads.__file__).parent)]
         self.run = on_host.load(folder, source + ENTRY.replace("SOURCE", shape.source), options).run
@@ -67,10 +68,10 @@ def emulated_launches(host_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
     """For a fixture: a function that makes the module launch a shape on the host, as on a device of so many SMs."""
 
     def install(name: str, sms: int = 2) -> None:
-        def launch(device: torch.device, shape: CtaShape, dtype: torch.dtype) -> Emulated:
-            if (shape, dtype) not in BUILT:
-                BUILT[shape, dtype] = Emulated(host_folder, shape, dtype)
-            return BUILT[shape, dtype]
+        def launch(device: torch.device, *given: Any) -> Emulated:
+            if given not in BUILT:
+                BUILT[given] = Emulated(host_folder, *given)
+            return BUILT[given]
 
         monkeypatch.setattr(few_heads, "_launch", launch)
         monkeypatch.setattr(few_heads, "sm_count", lambda device: sms)
@@ -81,7 +82,8 @@ def emulated_launches(host_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
     few_heads.plan_launch.cache_clear()
 
 
-BUILT: dict[tuple[CtaShape, torch.dtype], Emulated] = {}
+BUILT: dict[tuple[Any, ...], Emulated] = {}
+"""By shape, dtype of queries, and whether the rest of the output is kept."""
 
 
 def check(

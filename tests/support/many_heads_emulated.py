@@ -17,7 +17,7 @@ from tamis.ops import write_kv
 from tamis.ops.attention import reference
 from tamis.ops.attention.hopper import many_heads as many
 from tamis.ops.attention.hopper.params import output_params
-from tamis.ops.attention.hopper.splits import Outputs
+from tamis.ops.attention.hopper.splits import Outputs, rest_distance
 from tamis.ops.combine import reference as combine
 from tamis.ops.lse import LseForm
 
@@ -37,9 +37,13 @@ extern "C" __attribute__((visibility("default"))) void run(int ctas, int seed, c
 class Emulated:
     """The kernel of a layout, compiled for the host."""
 
-    def __init__(self, folder: Path, row_kernel: many.RowKernel, selections: int, merges: bool = False) -> None:
-        program = many.program(row_kernel, selections, merges)
-        self.merges = merges
+    def __init__(
+        self, folder: Path, row_kernel: many.RowKernel, selections: int, merges: bool = False, keep_rest: bool = False
+    ) -> None:
+        program = many.program(row_kernel, selections, merges, keep_rest)
+        self.merges, self.keep_rest = merges, keep_rest
+        self.rest: Tensor | None = None
+        """What rounding cut off the output of the last call."""
         source = f'#include "warpgroup_emulator.hpp"\n{program.source}{ENTRY}'
         self.run = on_host.load(folder, source, [*program.options, "-I", str(Path(many.__file__).parent)]).run
 
@@ -65,6 +69,9 @@ class Emulated:
         direct = Outputs(out, lse, lse.clone())
         found = Outputs.empty(splits, tokens - whole, heads, device=q.device)
         output = output_params(direct, found, sink, form)
+        if self.keep_rest:
+            self.rest = torch.full_like(out, -7.0)
+            output = output._replace(rest=rest_distance(out, self.rest))
         if self.merges:
             output = output._replace(split_out=0, split_lse=0, split_max_logits=0)
         held: list[Tensor] = []  # until the kernel has run

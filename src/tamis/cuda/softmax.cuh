@@ -9,6 +9,11 @@ __device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xFF8
 __device__ __forceinline__ float load_float(u32 address) { return __uint_as_float(shared_load(address)); }
 __device__ __forceinline__ void store_float(u32 address, float x) { shared_store(address, __float_as_uint(x)); }
 
+// What rounding to bf16 cuts off two numbers, as bf16 as well.
+__device__ __forceinline__ u32 cut_off(float first, float second, u32 rounded) {
+    return pack_bf16(first - __uint_as_float(rounded << 16), second - __uint_as_float(rounded & 0xFFFF0000u));
+}
+
 // Butterfly reductions over the lanes whose numbers differ in the bits FIRST, 2 * FIRST, ... below END.
 template <int FIRST, int END>
 __device__ __forceinline__ float max_over_lanes(float x) {

@@ -141,7 +141,8 @@ def gradient_cases() -> Iterator[CudaCase]:
         yield CudaCase(label, gradients.program(width, heads, ordered=ordered), gradients.SHARED_BYTES)
     for width, parts in product(gradients.WIDTHS, (1, 2)):
         form = PairForm(width, gradients.VALUE_DIM, parts)
-        yield CudaCase(f"attend, sums in order, rows of {width}, parts: {parts}", ordered_sums.program(form), ordered_sums.shared_bytes(form))
+        label = f"attend, sums in order, rows of {width}, parts: {parts}"
+        yield CudaCase(label, ordered_sums.program(form), ordered_sums.shared_bytes(form))
 
 
 def few_heads_cases() -> Iterator[CudaCase]:
@@ -157,6 +158,8 @@ def few_heads_cases() -> Iterator[CudaCase]:
             name, per_sm = shape.source.replace("_", " "), f"{shape.per_sm} per SM"
             label = f"attend, {name} ({shape.heads}), {kind} rows, {per_sm}, {checks.dtype_name(dtype)} queries"
             yield CudaCase(label, few_heads.program(shape, dtype), shape.shared)
+            if kind.endswith("bf16"):
+                yield CudaCase(f"{label}, for training", few_heads.program(shape, dtype, True), shape.shared)
 
 
 def many_heads_cases() -> Iterator[CudaCase]:
@@ -166,6 +169,9 @@ def many_heads_cases() -> Iterator[CudaCase]:
         for count in range(1, many_heads.SELECTIONS + 1):
             label = f"attend, many heads, {kind.layout}, selections: {count}"
             yield CudaCase(label, many_heads.program(kind, count, False), many_heads.SHARED_BYTES)
+            if not kind.merges:
+                training = many_heads.program(kind, count, False, True)
+                yield CudaCase(f"{label}, for training", training, many_heads.SHARED_BYTES)
             if kind.merges:
                 merging = many_heads.program(kind, count, True)
                 yield CudaCase(f"{label}, merging in clusters", merging, many_heads.SHARED_BYTES)

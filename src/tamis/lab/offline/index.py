@@ -183,7 +183,8 @@ def cuda_cases() -> Iterator[CudaCase]:
     for ordered in (False, True):
         label = f"index, loss{', in order' if ordered else ''}"
         yield CudaCase(label, gradients.program(ordered=ordered), gradients.MOST_BYTES)
-    yield CudaCase("index, sums in order", ordered_sums.program(gradients.FORM), ordered_sums.shared_bytes(gradients.FORM))
+    form = gradients.FORM
+    yield CudaCase("index, sums in order", ordered_sums.program(form), ordered_sums.shared_bytes(form))
 
 
 def layouts() -> Iterator[Layout]:

@@ -94,9 +94,11 @@ def attend_rows(call: AttendRows) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def attend_rows_with(
-    call: AttendRows, attend: Callable[[Attend], tuple[Tensor, Tensor]]
+    call: AttendRows,
+    attend: Callable[[Attend], tuple[Tensor, Tensor]],
+    attend_with_rest: Callable[[Attend, Tensor], tuple[Tensor, Tensor] | None] = lambda _call, _rest: None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The forward pass by the attention of a backend."""
+    """The forward pass by the attention of a backend, which may write the rest of an output by itself."""
     q, rows = call.q.detach(), join(call.selections)
     shape = (*q.shape[:2], call.value_dim)
     if rows.slots.shape[1] == 0 or len(rows.rows) == 0 or len(q) == 0:
@@ -105,18 +107,18 @@ def attend_rows_with(
     latent = min(q.shape[2], triton_kernels.MAX_LATENT)
     layout = row_layout(q.dtype, latent=latent, rope=q.shape[2] - latent)
     selection = Selection(PagedCache.rebuilt(rows.rows.unsqueeze(1), layout, 1.0), rows.slots, rows.lengths)
-    # Without a rest there is no use for a wide output.
-    dtype = torch.float32 if call.has_rest else q.dtype
-    found = torch.empty(shape, dtype=dtype, device=q.device)
+    out = torch.empty(shape, dtype=q.dtype, device=q.device)
     # A number of splits that follows the batch would change a token's bits with it.
     splits = 1 if call.deterministic else None
-    lse, max_logits = attend(
-        Attend(q, [selection], call.scale, None, splits, call.sink, found, False, LseForm(), call.backend)
-    )
+    given = Attend(q, [selection], call.scale, None, splits, call.sink, out, False, LseForm(), call.backend)
     if not call.has_rest:
-        return found, lse, max_logits, found.new_empty(0, dtype=q.dtype)
-    out = torch.empty(shape, dtype=q.dtype, device=q.device)
+        return out, *attend(given), out.new_empty(0, dtype=q.dtype)
     rest = torch.empty_like(out)
+    written = attend_with_rest(given, rest)
+    if written is not None:
+        return out, *written, rest
+    found = torch.empty(shape, dtype=torch.float32, device=q.device)
+    lse, max_logits = attend(given._replace(out=found))
     with launching_on(q.device):
         split_kernel[(triton.cdiv(found.numel(), SPLIT_BLOCK),)](**split_arguments(found, out, rest))
     return out, lse, max_logits, rest

@@ -253,12 +253,26 @@ def test_a_single_split_goes_straight_into_the_output(emulated, name: str, mode:
     assert (room[..., 516:] == 7).all()
 
 
+def test_what_rounding_cuts_off_is_kept(emulated) -> None:
+    reseed(6)
+    emulated("one stream")
+    cache = filled(100, mode="bf16")
+    selections = [Selection(cache, torch.randint(-3, cache.rows, (3, 90), dtype=torch.int32))]
+    q, exact, out = torch.randn(3, 17, 576).bfloat16(), torch.empty(3, 17, 512), torch.zeros(3, 17, 512).bfloat16()
+    rest = torch.full_like(out, 7.0)
+    given = {"scale": SCALE, "splits": 1, "sink": torch.randn(17)}
+    few_heads.attend(attend_call(q, selections, out=exact, **given))
+    few_heads.attend(attend_call(q, selections, out=out, **given), rest)
+    assert torch.equal(out, exact.bfloat16())
+    assert torch.equal(rest, (exact - out.float()).bfloat16())
+
+
 def test_tokens_beyond_whole_waves_are_split(emulated, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole tokens and splits are in one launch; the merge gets only the splits."""
     reseed(12)
     emulated("one stream", 2)
 
-    def merge(splits: Outputs, sink: Tensor, whole: Outputs, form: LseForm) -> None:
+    def merge(splits: Outputs, sink: Tensor, whole: Outputs, form: LseForm, rest: Tensor | None) -> None:
         last = slice(len(whole.lse) - splits.lse.shape[1], None)
         whole.lse[last] = combine_reference.combine_parts(combine_call(splits.out, splits.lse, sink, whole.out[last]))
         whole.max_logits[last] = splits.max_logits.amax(0)

@@ -14,9 +14,10 @@ from training import hostile_slots, normal
 from tamis.cache.selection import Rows
 from tamis.cuda.compiler import Program
 from tamis.ops.attention import gradients as exact
+from tamis.ops.attention import hopper
 from tamis.ops.attention.hopper import gradients as kernels
 from tamis.ops.attention.row_operations import AttendRows, AttendRowsBackward
-from tamis.ops.attention.triton_gradients import Given
+from tamis.ops.attention.triton_gradients import Given, attend_rows_with
 from tamis.ops.rows import ordered_sums
 from tamis.ops.rows.ordered_sums import OrderedSums
 
@@ -133,3 +134,16 @@ def test_gradients_on_a_device(heads: int, width: int, deterministic: bool, devi
         assert float((one - other).norm()) <= ERROR * float(other.norm())
     for _ in range(10 if deterministic else 0):
         assert all(torch.equal(one, other) for one, other in zip(found, run(kernels, device, half), strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("heads", "tokens"), [(16, 700), (64, 300), (128, 3)])
+def test_the_kernels_write_what_rounding_cuts_off(heads: int, tokens: int, device: torch.device) -> None:
+    """The same bits as by a float32 output that is divided afterwards; tokens beyond whole waves are split."""
+    reseed(heads)
+    q, rows = (normal(*shape, dtype=torch.bfloat16).to(device) for shape in ((tokens, heads, 576), (500, 576)))
+    call = AttendRows(
+        q, [Rows(rows, hostile_slots(tokens, 200, 500).to(device))], SCALE, 512, None, True, False, "auto"
+    )
+    for one, other in zip(kernels.attend_rows(call), attend_rows_with(call, hopper.attend), strict=True):
+        assert torch.equal(one, other)

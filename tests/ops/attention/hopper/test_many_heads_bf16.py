@@ -86,6 +86,18 @@ def test_two_selections_in_splits(emulated, splits: int) -> None:
     close(merged(*found), expected(q, selections, 0.05), **ERRORS)
 
 
+def test_what_rounding_cuts_off_is_kept(host_folder: Path) -> None:
+    reseed(6)
+    cache = filled("v32-bf16", 300)
+    q, selections = queries(3, 70, 576), [Selection(cache, choose(3, 150, cache))]
+    kernel = Emulated(host_folder, many.V32_BF16, 1, keep_rest=True)
+    _, exact = kernel(q, selections, scale=0.05)
+    assert (kernel.rest == -7).all()  # only whole tokens have one; a split is float32
+    direct, _ = kernel(q, selections, scale=0.05, whole=3)
+    assert torch.equal(direct.out, exact.out[0].bfloat16())
+    assert torch.equal(kernel.rest, (exact.out[0] - direct.out.float()).bfloat16())
+
+
 def test_positions_are_translated_in_the_kernel(emulated) -> None:
     reseed(4)
     cache = filled("v32-bf16", 640, page_size=8)

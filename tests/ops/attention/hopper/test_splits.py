@@ -69,6 +69,17 @@ def test_splits_are_merged_by_their_weights(merge, count: int, dtype: torch.dtyp
         assert (room[..., :4] == 7).all()
 
 
+def test_what_rounding_cuts_off_is_kept(merge) -> None:
+    given, shape = some_splits(5, 3, 2), (3, 2, 512)
+    exact, rounded = (torch.empty(shape, dtype=dtype) for dtype in (torch.float32, torch.bfloat16))
+    rest = torch.full_like(rounded, 7.0)
+    for out in (exact, rounded):
+        kept = rest if out is rounded else None
+        splits.merge_splits(given, None, Outputs(out, torch.empty(3, 2), torch.empty(3, 2)), LseForm(), kept)
+    assert torch.equal(rounded, exact.bfloat16())
+    assert torch.equal(rest, (exact - rounded.float()).bfloat16())
+
+
 def test_the_merged_lse_has_the_form_that_was_asked_for(merge) -> None:
     given, form = some_splits(3, 4, 2), LseForm(3, base_2=True, plus_inf=True)
     plain = Outputs(torch.empty(6, 2, 512), torch.zeros(6, 2), torch.zeros(6, 2))

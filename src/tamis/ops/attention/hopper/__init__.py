@@ -39,6 +39,16 @@ def attend(call: Attend) -> tuple[Tensor, Tensor]:
     return found
 
 
+def attend_with_rest(call: Attend, rest: Tensor) -> tuple[Tensor, Tensor] | None:
+    """As `attend`, for a bf16 output; `rest`, contiguous as the output, receives what rounding cuts off it. None, and
+    nothing done, if the kernels that take the call do not write it."""
+    kernels = kernels_for(call.q, call.selections, call.value_dim, call.splits)
+    if kernels is triton_kernels or not kernels.can_keep_rest(call):
+        return None
+    found: tuple[Tensor, Tensor] = kernels.attend(call, rest)
+    return found
+
+
 def prepare_attend(call: Attend) -> PreparedAttend | None:
     """Launches for calls like this one; None for the portable kernels, and for calls that copy tensors."""
     kernels = kernels_for(call.q, call.selections, call.value_dim, call.splits)

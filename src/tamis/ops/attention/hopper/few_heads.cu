@@ -34,7 +34,7 @@
 // 64 tokens on the issue slots are the bound.
 //
 // Defined by the host: BF16_ROWS (1: bf16, 0: FP8), ROPE_COLUMNS (64 or 0), RING_STREAMS, RING_STAGES, PER_SM (CTAs per SM),
-// QUERY_FP16 (1: queries are fp16, for FP8 rows only; 0: bf16), THREADS, SHARED_BYTES, PARAMS_BYTES.
+// QUERY_FP16 (1: queries are fp16, for FP8 rows only; 0: bf16), KEEP_REST, THREADS, SHARED_BYTES, PARAMS_BYTES.
 
 #include "instructions.cuh"
 #include "row_ring.cuh"
@@ -615,7 +615,9 @@ __device__ __forceinline__ void store_output(
             } else {
                 const uint2 packed = output.kind == 1 ? make_uint2(pack_bf16(a, b), pack_bf16(c, d))
                                                       : make_uint2(pack_fp16(a, b), pack_fp16(c, d));
-                store_four(static_cast<u16*>(output.out) + offset + 16 * step, packed);
+                u16* const to = static_cast<u16*>(output.out) + offset + 16 * step;
+                store_four(to, packed);
+                if (KEEP_REST) store_four(to + output.rest, make_uint2(cut_off(a, b, packed.x), cut_off(c, d, packed.y)));
             }
         }
     }

@@ -28,7 +28,15 @@ from tamis.ops.attention.hopper.params import (
     selection_params,
 )
 from tamis.ops.attention.hopper.prepared import AttendLaunch, PreparedAttend, copies_nothing
-from tamis.ops.attention.hopper.splits import VALUE_DIM, Outputs, SplitPlan, can_store, choose_splits, merge_splits
+from tamis.ops.attention.hopper.splits import (
+    VALUE_DIM,
+    Outputs,
+    SplitPlan,
+    can_store,
+    choose_splits,
+    merge_splits,
+    rest_distance,
+)
 from tamis.ops.attention.operations import Attend, AttendSlots
 from tamis.ops.combine.triton_kernels import combine_splits
 from tamis.ops.lse import LseForm
@@ -323,15 +331,18 @@ def attend_slots(call: AttendSlots) -> tuple[Tensor, Tensor, Tensor]:
     return found
 
 
-def attend(call: Attend) -> tuple[Tensor, Tensor]:
-    """As `reference.attend`; tokens that are not split go straight into `out`."""
+def attend(call: Attend, rest: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """As `reference.attend`; tokens that are not split go straight into `out`.
+
+    `rest`, for a call that `can_keep_rest`, receives what rounding cuts off the output.
+    """
     if len(call.selections) > 1 or not can_store(call.out):
         return call.lse_form.arrange(*combine_splits(*attend_slots(call.in_splits()), call.sink, call.out))
     plan, whole, splits = _allocated(call)
-    output = output_params(whole, splits, call.sink, call.lse_form)
+    output = output_params(whole, splits, call.sink, call.lse_form)._replace(rest=rest_distance(call.out, rest))
     _launch_plan(plan, call.q, call.selections[0], call.factor, output)
     if splits is not None:
-        merge_splits(splits, call.sink, whole, call.lse_form)
+        merge_splits(splits, call.sink, whole, call.lse_form, rest)
     return whole.lse, whole.max_logits
 
 
@@ -345,6 +356,11 @@ def prepare_attend(call: Attend) -> PreparedAttend | None:
     output = output_params(whole, splits, call.sink, call.lse_form)
     made = _launch_of(plan, q, selections[0], call.scale, output, [])
     return PreparedAttend(call, [made], whole, splits, query_alignment=LOAD_BYTES)
+
+
+def can_keep_rest(call: Attend) -> bool:
+    """Whether the kernels write what rounding cuts off the output of a call that they take."""
+    return len(call.selections) == 1 and _kind_of(call.selections[0]).bf16 and can_store(call.out)
 
 
 def _allocated(call: Attend) -> tuple[Plan, Outputs, Outputs | None]:
@@ -386,14 +402,16 @@ def _launch_of(
         selection_params(selection, held),
     )
     grid = (min(items, plan.capacity), plan.sharing, 1)
-    return AttendLaunch(_launch(q.device, plan.shape, q.dtype), grid, params, ("selection",))
+    launch = _launch(q.device, plan.shape, q.dtype, output.rest != 0)
+    return AttendLaunch(launch, grid, params, ("selection",))
 
 
 @cache
-def program(shape: CtaShape, dtype: torch.dtype) -> Program:
-    """The program for a shape and a dtype of queries."""
+def program(shape: CtaShape, dtype: torch.dtype, keep_rest: bool = False) -> Program:
+    """The program for a shape and a dtype of queries; `keep_rest`: it also writes what rounding cuts off the output."""
     defines = dict(shape.defines) | {
         "QUERY_FP16": int(dtype == torch.float16),
+        "KEEP_REST": int(keep_rest),
         "THREADS": shape.threads,
         "SHARED_BYTES": shape.shared,
         "PARAMS_BYTES": params_bytes(AttendParams),
@@ -402,6 +420,6 @@ def program(shape: CtaShape, dtype: torch.dtype) -> Program:
 
 
 @cache
-def _launch(device: torch.device, shape: CtaShape, dtype: torch.dtype) -> Launch:
-    loaded = kernel(program(shape, dtype), f"attend_{shape.source}", device_index(device))
+def _launch(device: torch.device, shape: CtaShape, dtype: torch.dtype, keep_rest: bool) -> Launch:
+    loaded = kernel(program(shape, dtype, keep_rest), f"attend_{shape.source}", device_index(device))
     return Launch(loaded, AttendParams, threads=shape.threads, shared=shape.shared, overlap=True)

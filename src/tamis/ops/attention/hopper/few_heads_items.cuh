@@ -47,6 +47,7 @@ struct OutputRow {
     void* out;                            // [rows, H, 512] of `kind`
     int kind;                             // 0 float32, 1 bf16, 2 fp16
     long long token_stride, head_stride;  // of out, in elements
+    long long rest;                       // see OutputParams
     LogitRow logits;
     const float* sink;                    // [H], or null
     long long row;                        // of this work item in out
@@ -58,6 +59,7 @@ struct OutputRow {
         kind = whole ? o.out_kind : 0;
         token_stride = whole ? o.token_stride : static_cast<long long>(p.query.heads) * VALUES;
         head_stride = whole ? o.head_stride : VALUES;
+        rest = o.rest;
         sink = whole ? o.sink : nullptr;
         const long long split_row = static_cast<long long>(work.split(item)) * o.split_tokens + token - work.whole;
         row = whole ? token : split_row;

@@ -68,7 +68,7 @@ class GradientParams(NamedTuple):
 
 def attend_rows(call: AttendRows) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As `gradients.attend_rows`. The forward pass is that of inference."""
-    return triton_gradients.attend_rows_with(call, hopper.attend)
+    return triton_gradients.attend_rows_with(call, hopper.attend, hopper.attend_with_rest)
 
 
 def attend_rows_backward(call: AttendRowsBackward) -> tuple[Tensor, list[Tensor], Tensor]:

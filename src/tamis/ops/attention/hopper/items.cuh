@@ -147,6 +147,7 @@ struct ItemOutput {
     long long head_stride;    // of out, in elements
     int heads;                // of this work item, at most 64
     int kind;                 // 0 float32, 1 bf16, 2 fp16
+    long long rest;           // see OutputParams
     const float* sink;        // [heads], or null
     LogitRow logits;
 
@@ -156,6 +157,7 @@ struct ItemOutput {
         if (kind == 0) store_float(accumulators, column, upper, lower);
         else if (kind == 1) store_16_bit<BF16>(accumulators, column, upper, lower);
         else store_16_bit<FP16>(accumulators, column, upper, lower);
+        if (KEEP_REST && kind == 1) store_16_bit<BF16, true>(accumulators, column, upper, lower);
     }
 
     __device__ __forceinline__ void store_float(const float (&accumulators)[64], int column, float upper, float lower) const {
@@ -174,8 +176,9 @@ struct ItemOutput {
     }
 
     // A lane has two neighbouring columns in each of two groups of eight. It swaps one pair with its neighbour lane, so that
-    // it has four neighbouring columns of one group and memory is written in whole sectors.
-    template <Operand TYPE>
+    // it has four neighbouring columns of one group and memory is written in whole sectors. With REST it stores what rounding
+    // cuts off.
+    template <Operand TYPE, bool REST = false>
     __device__ __forceinline__ void store_16_bit(const float (&accumulators)[64], int column, float upper, float lower) const {
         const int lane = threadIdx.x % 32, head = threadIdx.x / 32 % 4 * 16 + lane / 4, odd = lane % 2;
 #pragma unroll
@@ -190,13 +193,14 @@ struct ItemOutput {
                     const float a = accumulators[4 * (2 * i + j) + 2 * below] * factor;
                     const float b = accumulators[4 * (2 * i + j) + 2 * below + 1] * factor;
                     words[j] = TYPE == BF16 ? pack_bf16(a, b) : pack_fp16(a, b);
+                    if (REST) words[j] = cut_off(a, b, words[j]);
                 }
                 const u32 other = __shfl_xor_sync(FULL_MASK, odd ? words[0] : words[1], 1);
                 columns[i] = odd ? make_uint2(other, words[1]) : make_uint2(words[0], other);
             }
             if (head + 8 * below >= heads) continue;
             const long long first = (head + 8 * below) * head_stride + column + odd * 8 + lane % 4 / 2 * 4;
-            unsigned short* const at = static_cast<unsigned short*>(out) + first;
+            unsigned short* const at = static_cast<unsigned short*>(out) + first + (REST ? rest : 0);
 #pragma unroll
             for (int i = 0; i < 8; ++i) *reinterpret_cast<uint2*>(at + 16 * i) = columns[i];
         }
@@ -265,10 +269,10 @@ struct Items {
             void* const start = static_cast<char*>(to.out) + at * (to.out_kind == 0 ? 4 : 2);
             const float* const sink = to.sink == nullptr ? nullptr : to.sink + first;
             const LogitRow logits = whole_logit_row(to, place.token, heads).from(first);
-            return {start, to.head_stride, here, to.out_kind, sink, logits};
+            return {start, to.head_stride, here, to.out_kind, to.rest, sink, logits};
         }
         const long long row = static_cast<long long>(place.split) * to.split_tokens + place.token - to.whole;
         float* const start = to.split_out + (row * heads + first) * VALUE_DIM;
-        return {start, VALUE_DIM, here, 0, nullptr, split_logit_row(to, row, heads).from(first)};
+        return {start, VALUE_DIM, here, 0, 0, nullptr, split_logit_row(to, row, heads).from(first)};
     }
 };

@@ -32,6 +32,7 @@ from tamis.ops.attention.hopper.splits import (
     can_store,
     choose_splits,
     merge_splits,
+    rest_distance,
 )
 from tamis.ops.attention.operations import Attend, AttendSlots
 from tamis.ops.combine.triton_kernels import combine_splits
@@ -152,16 +153,19 @@ def attend_slots(call: AttendSlots) -> tuple[Tensor, Tensor, Tensor]:
     return split
 
 
-def attend(call: Attend) -> tuple[Tensor, Tensor]:
-    """As `reference.attend`; the kernel writes tokens that are whole or merged in clusters straight to `out`."""
+def attend(call: Attend, rest: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """As `reference.attend`; the kernel writes tokens that are whole or merged in clusters straight to `out`.
+
+    `rest`, for a call that `can_keep_rest`, receives what rounding cuts off the output.
+    """
     if not can_store(call.out):
         return call.lse_form.arrange(*combine_splits(*attend_slots(call.in_splits()), call.sink, call.out))
     held: list[Tensor] = []  # copies of arguments, which must live until the launch
-    launches, whole, split = _launches(call, call.factor, held)
+    launches, whole, split = _launches(call, call.factor, held, rest)
     for launch in launches:
         launch()
     if split is not None:
-        merge_splits(split, call.sink, whole, call.lse_form)
+        merge_splits(split, call.sink, whole, call.lse_form, rest)
     return whole.lse, whole.max_logits
 
 
@@ -175,8 +179,13 @@ def prepare_attend(call: Attend) -> PreparedAttend | None:
     return PreparedAttend(call, launches, whole, split, query_alignment=LOAD_BYTES)
 
 
+def can_keep_rest(call: Attend) -> bool:
+    """Whether the kernels write what rounding cuts off the output of a call that they take."""
+    return not _kernel(call.selections).merges and can_store(call.out)
+
+
 def _launches(
-    call: Attend, scale: float | Tensor, held: list[Tensor]
+    call: Attend, scale: float | Tensor, held: list[Tensor], rest: Tensor | None = None
 ) -> tuple[list[AttendLaunch], Outputs, Outputs | None]:
     """The launches of a call, its outputs, and the splits that a second kernel merges, if there are any."""
     q, selections = call.q, call.selections
@@ -187,7 +196,7 @@ def _launches(
     if isinstance(plan, SplitPlan):
         left = tokens - plan.whole
         split = Outputs.empty(plan.splits, left, heads, device=q.device) if left else None
-        output = output_params(whole, split, call.sink, call.lse_form)
+        output = output_params(whole, split, call.sink, call.lse_form)._replace(rest=rest_distance(call.out, rest))
         return [_launch_of(q, selections, scale, output, held)], whole, split
     output, found, first = output_params(whole, None, call.sink, call.lse_form), [], 0
     for count, cluster in plan.parts:
@@ -275,7 +284,7 @@ def _launch_of(
     ctas = (whole + output.split_tokens * output.splits) * ceil_div(q.shape[1], HEADS)
     if row_kernel.persistent:
         ctas = min(ctas, sm_count(q.device))
-    launch = _launch(q.device, row_kernel, len(selections), cluster)
+    launch = _launch(q.device, row_kernel, len(selections), cluster, output.rest != 0)
     return AttendLaunch(launch, (ctas, 1, 1), params, ("first", "second"))
 
 
@@ -296,14 +305,22 @@ def _loads(q: Tensor) -> bool:
 
 
 @cache
-def program(row_kernel: RowKernel, selections: int, merges: bool) -> Program:
-    """The program of a kernel for one or two selections; `merges`: the splits of a token are merged in a cluster."""
+def program(row_kernel: RowKernel, selections: int, merges: bool, keep_rest: bool = False) -> Program:
+    """The program of a kernel for one or two selections.
+
+    Args:
+        row_kernel: the kernel.
+        selections: how many.
+        merges: whether the splits of a token are merged in a cluster.
+        keep_rest: whether it writes what rounding cuts off a bf16 output as well.
+    """
     return Program.packaged(
         __package__,
         row_kernel.source,
         **dict(row_kernel.constants),
         SELECTIONS=selections,
         MERGE_IN_CLUSTER=int(merges),
+        KEEP_REST=int(keep_rest),
         THREADS=row_kernel.threads,
         SHARED_BYTES=SHARED_BYTES,
         PARAMS_BYTES=params_bytes(ManyHeadsParams),
@@ -311,8 +328,10 @@ def program(row_kernel: RowKernel, selections: int, merges: bool) -> Program:
 
 
 @cache
-def _launch(device: torch.device, row_kernel: RowKernel, selections: int, cluster: int) -> Launch:
-    loaded = kernel(program(row_kernel, selections, cluster > 1), "attend_many_heads", device_index(device))
+def _launch(
+    device: torch.device, row_kernel: RowKernel, selections: int, cluster: int, keep_rest: bool = False
+) -> Launch:
+    loaded = kernel(program(row_kernel, selections, cluster > 1, keep_rest), "attend_many_heads", device_index(device))
     return Launch(
         loaded, ManyHeadsParams, threads=row_kernel.threads, shared=SHARED_BYTES, cluster=cluster, overlap=True
     )

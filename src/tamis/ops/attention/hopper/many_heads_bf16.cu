@@ -32,8 +32,8 @@
 // weight is one, which rounding to bf16 leaves as it is. The output is divided by the sum of the rounded weights; the lse
 // is computed from the weights before rounding.
 //
-// Defined by the host: WIDTH, SELECTIONS (1 or 2), THREADS, SHARED_BYTES, PARAMS_BYTES, and the registers per thread of the
-// roles: ATTEND_REGISTERS, GATHER_REGISTERS.
+// Defined by the host: WIDTH, SELECTIONS (1 or 2), KEEP_REST (whether what rounding cuts off a bf16 output is written as well),
+// THREADS, SHARED_BYTES, PARAMS_BYTES, and the registers per thread of the roles: ATTEND_REGISTERS, GATHER_REGISTERS.
 #include "instructions.cuh"
 #include "items.cuh"
 #include "softmax.cuh"

@@ -26,6 +26,7 @@ struct MergeParams {
     int out_kind;                   // 0 float32, 1 bf16, 2 fp16
     long long token_stride;         // of out, in elements
     long long head_stride;          // of out, in elements
+    long long rest;                 // how far from a number of bf16 out what rounding cuts off it is written; 0: nowhere
     int whole;                      // tokens of out, lse and max_logits before the first split token
     float* lse;                     // [(whole + T) / group, H, group], contiguous
     float* max_logits;              // [(whole + T) / group, H, group], contiguous
@@ -91,7 +92,9 @@ extern "C" __global__ void __launch_bounds__(VALUES / 4) merge_splits(const __gr
     } else {
         const uint2 packed = p.out_kind == 1 ? make_uint2(pack_bf16(a, b), pack_bf16(c, d))
                                              : make_uint2(pack_fp16(a, b), pack_fp16(c, d));
-        *reinterpret_cast<uint2*>(static_cast<unsigned short*>(p.out) + at) = packed;
+        unsigned short* const to = static_cast<unsigned short*>(p.out) + at;
+        *reinterpret_cast<uint2*>(to) = packed;
+        if (p.rest != 0) *reinterpret_cast<uint2*>(to + p.rest) = make_uint2(cut_off(a, b, packed.x), cut_off(c, d, packed.y));
     }
     if (threadIdx.x == 0) {
         const u32 number = static_cast<u32>(token), group = static_cast<u32>(p.group);

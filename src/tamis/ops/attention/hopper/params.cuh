@@ -19,6 +19,7 @@ struct OutputParams {
     int out_kind;                 // 0 float32, 1 bf16, 2 fp16
     long long token_stride;       // of out, in elements
     long long head_stride;        // of out, in elements
+    long long rest;               // how far from a number of out what rounding cuts off it is written; with KEEP_REST only
     float* lse;                   // [T / group, H, group], contiguous
     float* max_logits;            // [T / group, H, group], contiguous
     int group;                    // query tokens that are neighbours in lse and max_logits

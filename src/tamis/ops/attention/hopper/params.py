@@ -36,6 +36,8 @@ class OutputParams(NamedTuple):
     """0 for float32, 1 for bfloat16, 2 for float16."""
     token_stride: Long
     head_stride: Long
+    rest: Long
+    """How far from an element of out what rounding cuts off it is written; only for kernels with KEEP_REST."""
     lse: Pointer
     """float32 [T / group, H, group], contiguous."""
     max_logits: Pointer
@@ -120,6 +122,7 @@ def output_params(whole: Outputs, splits: Outputs | None, sink: Tensor | None, f
         OUT_KINDS[out.dtype],
         out.stride(-3),
         out.stride(-2),
+        0,
         whole.lse.data_ptr(),
         whole.max_logits.data_ptr(),
         max(1, form.group),

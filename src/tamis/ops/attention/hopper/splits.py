@@ -92,6 +92,11 @@ class Outputs(NamedTuple):
         return cls(out, lse, torch.empty_like(lse))
 
 
+def rest_distance(out: Tensor, rest: Tensor | None) -> int:
+    """How many elements after those of a bf16 output lies what rounding cuts off them; 0 if it is not kept."""
+    return 0 if rest is None else (rest.data_ptr() - out.data_ptr()) // out.element_size()
+
+
 def can_store(out: Tensor) -> bool:
     """Whether the kernels can write to an output. They write four neighbouring values at a time."""
     token_stride, head_stride, column_stride = out.stride()
@@ -119,6 +124,8 @@ class MergeParams(NamedTuple):
     """0 for float32, 1 for bfloat16, 2 for float16."""
     token_stride: Long
     head_stride: Long
+    rest: Long
+    """How far from an element of bf16 out what rounding cuts off it is written; 0 for nowhere."""
     whole: Int
     """Tokens of out, lse and max_logits before the first split token."""
     lse: Pointer
@@ -133,10 +140,15 @@ class MergeParams(NamedTuple):
     """The lse of a row that attends to nothing."""
 
 
-def merge_splits(splits: Outputs, sink: Tensor | None, whole: Outputs, form: LseForm) -> None:
-    """Merge splits [S, t, H, ...] into the last t tokens of outputs [T, H, ...]; the output passes `can_store`."""
+def merge_splits(
+    splits: Outputs, sink: Tensor | None, whole: Outputs, form: LseForm, rest: Tensor | None = None
+) -> None:
+    """Merge splits [S, t, H, ...] into the last t tokens of outputs [T, H, ...]; the output passes `can_store`.
+
+    `rest`, with the strides of a bf16 output, receives what rounding cuts off it.
+    """
     launch, grid, params = merge_launch(splits, sink, whole, form)
-    launch(grid, params)
+    launch(grid, params._replace(rest=rest_distance(whole.out, rest)))
 
 
 def merge_launch(
@@ -159,6 +171,7 @@ def merge_launch(
         OUT_KINDS[out.dtype],
         token_stride,
         head_stride,
+        0,
         out.shape[0] - tokens,
         whole.lse.data_ptr(),
         whole.max_logits.data_ptr(),
