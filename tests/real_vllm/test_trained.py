@@ -136,7 +136,9 @@ class Served:
             for name, backend, spec in builders
         }
 
-    def __call__(self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **_: Any) -> tuple[Tensor, None]:
+    def __call__(
+        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **_: Any
+    ) -> tuple[Tensor, None]:
         module, sizes, tokens = self.module, self.module.config, hidden_states.shape[1]
         residual = module.q_a_layernorm(module.q_a_proj(hidden_states))
         q = module.q_b_proj(residual).view(1, tokens, sizes.num_attention_heads, -1).transpose(1, 2)
@@ -177,9 +179,7 @@ def serve(model: Any, prompt: Tensor, cache_dtype: str, random: torch.Generator 
     selector._cached_get_attn_backend.cache_clear()
     logits, table = [], torch.arange(1, LONGEST // PAGE + 1, dtype=torch.int32).unsqueeze(0)
     with set_current_vllm_config(config), torch.no_grad():
-        layers = [
-            Served(layer.self_attn, config, number, random) for number, layer in enumerate(model.model.layers)
-        ]
+        layers = [Served(layer.self_attn, config, number, random) for number, layer in enumerate(model.model.layers)]
         for layer, served in zip(model.model.layers, layers, strict=True):
             layer.self_attn.forward = served
         end = 0

@@ -20,7 +20,9 @@ __device__ __forceinline__ void exchange(const T (&first)[4], const T (&second)[
 }
 
 // Adds gradients to float32 sums [rows, ROW_WIDTH]. Eight lanes, which have rows 2 i, 2 i + 1, 2 i + 8 and 2 i + 9 of the warp's
-// 16, add 32 columns of one of them at a time: 128 bytes, since L2 takes as long for a request of one sector as of four.
+// 16, add 32 columns of one of them at a time: 128 bytes, since L2 takes as long for a request of one sector as of four. The
+// columns of every 32 are in another order, that of the lanes' accumulators, which saves half of the exchanges: number
+// 16 i + 4 j + 2 k + l is column 16 i + 8 k + 2 j + l, with j < 4 and the others < 2 (`natural_columns` in row_sums.py).
 template <int ROW_WIDTH>
 struct RowSums {
     float* sums;
@@ -37,43 +39,30 @@ struct RowSums {
 
     // Hands over 2 * N columns, 32 or 64, from `first` on.
     template <int N>
-    __device__ __forceinline__ void emit(const float (&drows)[N], int first) const {
-        const int lane = threadIdx.x % 32;
-        const int column = first + (lane / 4 % 2 * 2 + lane % 2) * 8 + lane / 2 % 2 * 4;
+    __device__ __forceinline__ void emit(const float (&drows)[N], int first) {
+        const int lane = threadIdx.x % 32, column = first + lane / 4 % 2 * 16 + lane % 4 * 4;
+        const bool second = lane & 4;
 #pragma unroll
         for (int half = 0; half < N / 16; ++half) {  // 32 columns
-            float quads[2][2][4];  // [16 columns][upper or lower row]: four neighbouring columns of this lane
 #pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const float(&at)[16] = *reinterpret_cast<const float(*)[16]>(&drows[half * 16]);
-                const float even[4] = {at[8 * i], at[8 * i + 1], at[8 * i + 2], at[8 * i + 3]};
-                const float odd[4] = {at[8 * i + 4], at[8 * i + 5], at[8 * i + 6], at[8 * i + 7]};
-                float own[4], got[4];
-                exchange<1>(even, odd, own, got);
-#pragma unroll
-                for (int row = 0; row < 2; ++row) {
-#pragma unroll
-                    for (int k = 0; k < 2; ++k) {
-                        quads[i][row][k] = lane & 1 ? got[2 * row + k] : own[2 * row + k];
-                        quads[i][row][2 + k] = lane & 1 ? own[2 * row + k] : got[2 * row + k];
-                    }
-                }
-            }
-#pragma unroll
-            for (int row = 0; row < 2; ++row) {
-                float own[4], got[4];
-                exchange<4>(quads[0][row], quads[1][row], own, got);
-                float first_row[4], second_row[4];
+            for (int below = 0; below < 2; ++below) {
+                const float* const at = &drows[half * 16 + 2 * below];
+                const float low[4] = {at[0], at[1], at[4], at[5]}, high[4] = {at[8], at[9], at[12], at[13]};
+                float own[4], got[4], one[4], other[4];
+                exchange<4>(low, high, own, got);
 #pragma unroll
                 for (int k = 0; k < 4; ++k) {
-                    first_row[k] = lane & 4 ? got[k] : own[k];
-                    second_row[k] = lane & 4 ? own[k] : got[k];
+                    one[k] = second ? got[k] : own[k];
+                    other[k] = second ? own[k] : got[k];
                 }
-                add(slots[2 * row], column + half * 32, first_row);
-                add(slots[2 * row + 1], column + half * 32, second_row);
+                add(slots[2 * below], column + half * 32, one);
+                add(slots[2 * below + 1], column + half * 32, other);
             }
         }
     }
+
+    // Nothing is left to hand over; see RowPairs.
+    __device__ __forceinline__ void finish(int, int) const {}
 
     __device__ __forceinline__ void add(int slot, int column, const float (&four)[4]) const {
         float* const to = sums + static_cast<long long>(slot) * ROW_WIDTH + column;
@@ -88,26 +77,26 @@ struct RowSums {
 template <int ROW_WIDTH, int VALUES>
 struct RowPairs {
     static constexpr int SCALES = VALUES / 64 + (ROW_WIDTH - VALUES) / 32;  // of a pair
-    unsigned short* pairs;  // the place of the first of the rows that the lane stores: as in RowSums, 2 i, 2 i + 1 and 8 further
-    float* scales;          // [SCALES] of the first of the rows whose columns the lane has; the other one is 8 further
+    unsigned short* pairs;
+    float* scales;          // [pairs, SCALES]
+    int place;              // of the first of the rows that the lane stores: as in RowSums, 2 i, 2 i + 1 and 8 further
     int step;               // the distance of rows, in places
-    u32 exists;             // bits: which of the four rows do
+    u32 state;              // bits 0 to 3: which of the four rows exist; bits 8 and 16 on: exponents of the scales that `finish` stores
 
     // `first` is the number of the place of the block's first row, and `step` the distance to that of the next.
-    __device__ __forceinline__ RowPairs(unsigned short* all, float* all_scales, u32 block_slots, long long first, int step)
-        : step(step), exists(0) {
-        const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % WARPS * 16 + lane / 8 * 2;
-        pairs = all + (first + row * step) * ROW_WIDTH;
-        scales = all_scales + (first + (row + lane / 4 % 2) * step) * SCALES;
+    __device__ __forceinline__ RowPairs(unsigned short* pairs, float* scales, u32 block_slots, int first, int step)
+        : pairs(pairs), scales(scales), step(step), state(0) {
+        const int row = threadIdx.x / 32 % WARPS * 16 + threadIdx.x % 32 / 8 * 2;
+        place = first + row * step;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            exists |= static_cast<u32>(static_cast<int>(shared_load(block_slots + (row + i / 2 * 8 + i % 2) * 4)) >= 0) << i;
+            state |= static_cast<u32>(static_cast<int>(shared_load(block_slots + (row + i / 2 * 8 + i % 2) * 4)) >= 0) << i;
         }
     }
 
     // As above; the columns have one scale. The largest number of a row becomes 2**14 or more.
     template <int N>
-    __device__ __forceinline__ void emit(const float (&drows)[N], int first) const {
+    __device__ __forceinline__ void emit(const float (&drows)[N], int first) {
         const int lane = threadIdx.x % 32, group = first < VALUES ? first / 64 : VALUES / 64 + (first - VALUES) / 32;
         const bool second = lane & 4;  // whether the lane has columns of the second of two rows
         // All numbers are packed before the first exchange, since that halves the registers that they take.
@@ -121,9 +110,8 @@ struct RowPairs {
             }
             const u32 exponent = max(__float_as_uint(max_over_lanes<1, 4>(largest)) >> 23, 15u);
             const float factor = __uint_as_float(268 - exponent << 23);
-            if (lane % 4 == 0 && exists >> (2 * below + (second ? 1 : 0)) & 1) {
-                scales[below * 8 * step * SCALES + group] = __uint_as_float(exponent - 14 << 23);
-            }
+            if (N == 32) state = lane % 4 == group % 4 ? permute_bytes(state, exponent, below ? 0x3410 : 0x3240) : state;
+            else if (lane % 4 == 0) store_scale(below, group, exponent);
 #pragma unroll
             for (int i = 0; i < N / 4; ++i) {
                 words[below][i / 4][i % 4] = pack_fp16(drows[4 * i + 2 * below] * factor, drows[4 * i + 2 * below + 1] * factor);
@@ -131,8 +119,8 @@ struct RowPairs {
         }
 #pragma unroll
         for (int below = 0; below < 2; ++below) {
-            const u32 both = exists >> 2 * below;
-            unsigned short* const to = pairs + below * 8 * step * ROW_WIDTH + first + lane % 4 * 8;
+            const u32 both = state >> 2 * below;
+            unsigned short* const to = pairs + static_cast<long long>(place + below * 8 * step) * ROW_WIDTH + first + lane % 4 * 8;
             if constexpr (N == 32) {
                 u32 own[4], got[4];
                 exchange<4>(words[below][0], words[below][1], own, got);
@@ -144,6 +132,22 @@ struct RowPairs {
                 store(to + (second ? step * ROW_WIDTH : 0), true, own, own, both >> (second ? 1 : 0) & 1);
             }
         }
+    }
+
+    // Stores the scales of `count` times 64 columns, at most four, from `first` on, a multiple of 256.
+    __device__ __forceinline__ void finish(int first, int count) const {
+        const int lane = threadIdx.x % 32;
+#pragma unroll
+        for (int below = 0; below < 2; ++below) {
+            if (lane % 4 < count) store_scale(below, first / 64 + lane % 4, state >> 8 + 8 * below & 0xFF);
+        }
+    }
+
+    // Stores a scale of the row whose columns the lane has, from the exponent of its largest number.
+    __device__ __forceinline__ void store_scale(int below, int group, u32 exponent) const {
+        const int second = threadIdx.x & 4 ? 1 : 0;
+        const long long row = place + (8 * below + second) * step;
+        if (state >> 2 * below + second & 1) scales[row * SCALES + group] = __uint_as_float(exponent - 14 << 23);
     }
 
     // Stores the first eight numbers or the other ones.
@@ -159,13 +163,13 @@ struct RowPairs {
 // One of the two.
 template <bool IN_ORDER, int ROW_WIDTH, int VALUES>
 struct RowGradients : RowSums<ROW_WIDTH> {
-    __device__ __forceinline__ RowGradients(float* sums, unsigned short*, float*, u32 block_slots, long long, int)
+    __device__ __forceinline__ RowGradients(float* sums, unsigned short*, float*, u32 block_slots, int, int)
         : RowSums<ROW_WIDTH>(sums, block_slots) {}
 };
 
 template <int ROW_WIDTH, int VALUES>
 struct RowGradients<true, ROW_WIDTH, VALUES> : RowPairs<ROW_WIDTH, VALUES> {
     __device__ __forceinline__ RowGradients(
-        float*, unsigned short* pairs, float* scales, u32 block_slots, long long first, int step)
+        float*, unsigned short* pairs, float* scales, u32 block_slots, int first, int step)
         : RowPairs<ROW_WIDTH, VALUES>(pairs, scales, block_slots, first, step) {}
 };

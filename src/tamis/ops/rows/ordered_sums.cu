@@ -72,8 +72,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) ordered_sums(const __grid_
     const int column = min(static_cast<int>(threadIdx.x) * COLUMNS, WIDTH - COLUMNS);
     const int group = column < VALUES ? column / 64 : VALUES / 64 + (column - VALUES) / 32;
     const long long place = static_cast<long long>(row) * WIDTH + column / 32 * 32 + column / COLUMNS % 4 * 2;
-    Sums total, block;
-    total.load(given.total + place);
+    Sums block;
     block.load(given.block + place);
     const u32 memory = shared_address(shared_memory());
     const u32 numbers = memory + NUMBERS + threadIdx.x * 16, factors = memory + FACTORS + threadIdx.x * 4;
@@ -130,19 +129,21 @@ extern "C" __global__ void __launch_bounds__(THREADS) ordered_sums(const __grid_
                 block.numbers[2 * word] += sum.x;
                 block.numbers[2 * word + 1] += sum.y;
             }
-            if (++count % BLOCK_PAIRS == 0) {
+            if (++count % BLOCK_PAIRS == 0 && inside) {
+                Sums total;
+                total.load(given.total + place);
 #pragma unroll
                 for (int k = 0; k < COLUMNS; ++k) {
                     total.numbers[k] += block.numbers[k];
                     block.numbers[k] = 0.0f;
                 }
+                total.store(given.total + place);
             }
         }
         added += TOGETHER;
     } while (added < known);
     cp_async_wait<0>();
     if (!inside) return;
-    total.store(given.total + place);
     block.store(given.block + place);
     if (threadIdx.x == 0) {
         given.cursors[row] = start + known;

@@ -39,7 +39,7 @@ struct GradientParams {
     const float* dlse;           // [T, H], or null
     const float* sink;           // [H], or null
     unsigned short* dq;          // [T, H, WIDTH], bf16, or null
-    float* drows;                // [N, WIDTH], or null; not read with ORDERED
+    float* drows;                // [N, WIDTH], columns as in RowSums, or null; not read with ORDERED
     unsigned short* pairs;       // [places, K, parts, WIDTH], fp16, with ORDERED
     float* pair_scales;          // [places, K, parts, scales], with ORDERED
     long long q_token_stride;    // in elements, as all strides
@@ -100,9 +100,11 @@ struct Item {
     int blocks;
 
     __device__ __forceinline__ explicit Item(const GradientParams& given) {
-        place = blockIdx.x / given.parts;
+        // Opaque, so that roles compute these numbers anew instead of holding registers for them from the start.
+        const int number = opaque(blockIdx.x);
+        place = number / given.parts;
         token = given.first_token + place;
-        part = blockIdx.x % given.parts;
+        part = number % given.parts;
         first_head = part * HEADS;
         heads = min(given.heads - first_head, HEADS);
         end = given.columns;
@@ -370,8 +372,8 @@ __device__ __forceinline__ void compute(u32 memory, const GradientParams& given,
         consumer.issue_queries(rows);
         consumer.issue_rows(drows, GROUP * 4);
         consumer.template finish_queries<1>();
-        const long long first_pair = static_cast<long long>(item.place) * given.columns + block * BLOCK_ROWS;
-        const RowGradients<ORDERED, WIDTH, VALUE_TILES * 64> target(
+        const int first_pair = item.place * given.columns + block * BLOCK_ROWS;
+        RowGradients<ORDERED, WIDTH, VALUE_TILES * 64> target(
             given.drows, given.pairs, given.pair_scales, slots, first_pair * given.parts + item.part, given.parts);
         __syncwarp();  // every lane has read its slots
         if (lane == 0) mbarrier_arrive(empty(memory, stage));
@@ -381,6 +383,7 @@ __device__ __forceinline__ void compute(u32 memory, const GradientParams& given,
             wgmma_wait<0>(drows);
             target.emit(drows, (GROUP * 4 + i) * 64);
         }
+        target.finish(GROUP * 256, consumer.OWN_TILES);
         if constexpr (consumer.HAS_TAIL) {
             float tail[16];
             consumer.issue_tail(tail);
@@ -417,10 +420,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_gradients(con
     const int warpgroup = threadIdx.x / (WARPS * 32);
     if (warpgroup == 2) {
         warpgroup_reg_dealloc<GATHER_REGISTERS>();
-        gather(memory, given, item);
+        gather(memory, given, Item(given));
     } else {
         warpgroup_reg_alloc<COMPUTE_REGISTERS>();
-        if (warpgroup == 0) compute<0>(memory, given, item);
-        else compute<1>(memory, given, item);
+        if (warpgroup == 0) compute<0>(memory, given, Item(given));
+        else compute<1>(memory, given, Item(given));
     }
 }

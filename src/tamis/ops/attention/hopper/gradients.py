@@ -19,6 +19,7 @@ from tamis.ops.attention.row_operations import AttendRows, AttendRowsBackward
 from tamis.ops.attention.triton_gradients import Given, counted_slots, delta_of, join, row_gradients, sink_gradient
 from tamis.ops.rows import ordered_sums
 from tamis.ops.rows.ordered_sums import OrderedSums, PairForm, sum_in_order
+from tamis.ops.rows.row_sums import natural_columns
 
 VALUE_DIM = 512
 WIDTHS = (512, 576)
@@ -27,7 +28,7 @@ HEADS = (16, 32, 64)
 """Heads of a CTA: one kernel each."""
 THREADS = 384
 SHARED_BYTES = 227 * 1024
-REGISTERS = (("COMPUTE_REGISTERS", 224), ("GATHER_REGISTERS", 56))
+REGISTERS = (("COMPUTE_REGISTERS", 232), ("GATHER_REGISTERS", 40))
 """Per thread of the roles. Two computing warpgroups and a gathering one may have 504 together."""
 
 index_target = triton_gradients.index_target
@@ -91,6 +92,7 @@ def attend_rows_backward(call: AttendRowsBackward) -> tuple[Tensor, list[Tensor]
         summed = add_in_order(given, dq, launch, sums, sm_count(q.device))
     else:
         summed = add_at_once(given, dq, launch, wanted=call.rows_wanted)
+        summed = natural_columns(summed, q.dtype) if call.rows_wanted else summed
     return dq, row_gradients(call, summed), sink_gradient(call, delta)
 
 
@@ -108,7 +110,8 @@ Launcher = Callable[[tuple[int, int, int], GradientParams], None]
 
 
 def add_at_once(given: Given, dq: Tensor, launch: Launcher, *, wanted: bool) -> Tensor:
-    """The queries' gradient, and the rows' as float32 sums, if they are wanted."""
+    """The queries' gradient, and the rows' as float32 sums whose columns `natural_columns` brings in order, if they are
+    wanted."""
     drows = torch.zeros(given.rows.rows.shape if wanted else 0, dtype=torch.float32, device=given.q.device)
     params = gradient_params(given, dq, drows if wanted else None)
     if len(given.q):

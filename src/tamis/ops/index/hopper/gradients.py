@@ -19,6 +19,7 @@ from tamis.ops.index import triton_gradients
 from tamis.ops.index.loss_operations import IndexLoss
 from tamis.ops.rows import ordered_sums
 from tamis.ops.rows.ordered_sums import OrderedSums, PairForm, sum_in_order
+from tamis.ops.rows.row_sums import natural_columns
 
 HEADS, DIM = 64, 128
 """The most index heads that the kernel takes, and their width."""
@@ -154,7 +155,7 @@ def run_at_once(call: IndexLoss, launch: Launcher) -> tuple[Tensor, Tensor, Tens
     shape = call.index_keys.shape if call.gradients else 0
     dkeys = torch.zeros(shape, dtype=torch.float32, device=call.index_keys.device)
     launch((len(prepared.q), 1, 1), prepared.params(dkeys if call.gradients else None))
-    return prepared.results(call, dkeys)
+    return prepared.results(call, natural_columns(dkeys, call.index_keys.dtype) if call.gradients else dkeys)
 
 
 def run_in_order(

@@ -43,7 +43,7 @@ struct IndexLossParams {
     float* losses;               // [T]
     unsigned short* dq;          // [T, H, 128], bf16, or null if no gradients are wanted
     float* dweights;             // [T, H]
-    float* dkeys;                // [N, 128]; not read with ORDERED
+    float* dkeys;                // [N, 128], columns as in RowSums; not read with ORDERED
     unsigned short* pairs;       // [places, K, 128], fp16, with ORDERED
     float* pair_scales;          // [places, K, 2], with ORDERED
     long long q_token_stride;    // in elements, as all strides
@@ -331,11 +331,15 @@ struct Consumer {
             const uint4 bits = shared_load4(keep + BITS + (step * 32 + second * 16 + warp * 4) * 4);
             const u32 words[4] = {bits.x, bits.z, bits.y, bits.w};  // upper keys of both heads, then lower ones
 #pragma unroll
-            for (int k = 0; k < 4; ++k) {
-                const u32 mask = permute_bytes(words[k] << 7 - two, words[k] << 3 - two, selector);
-                const uint2 found = shared_load2(keep + SCORES + (step * 16 + k / 2 * 8 + keys * 2) * 4);
-                slopes[0][step][k] = permute_bytes(found.x, found.y, 0x5410) & mask;
-                slopes[1][step][k] = permute_bytes(found.x, found.y, 0x7632) & mask;
+            for (int k = 0; k < 4; k += 2) {
+                const uint2 found = shared_load2(keep + SCORES + (step * 16 + k * 4 + keys * 2) * 4);
+                const u32 terms[2] = {permute_bytes(found.x, found.y, 0x5410), permute_bytes(found.x, found.y, 0x7632)};
+#pragma unroll
+                for (int head = 0; head < 2; ++head) {
+                    const u32 word = words[k + head], mask = permute_bytes(word << 7 - two, word << 3 - two, selector);
+                    slopes[0][step][k + head] = terms[0] & mask;
+                    slopes[1][step][k + head] = terms[1] & mask;
+                }
             }
         }
     }
@@ -373,8 +377,8 @@ __device__ __forceinline__ void send_keys(
 #pragma unroll
         for (int i = 0; i < 8; ++i) wgmma_rs<BF16>(g, slopes[i / 4][i % 4], advance(keys, i % 4 * 2048));
         wgmma_commit();
-        const long long first_pair = static_cast<long long>(item.place) * given.columns + block * BLOCK_KEYS;
-        const RowGradients<ORDERED, DIM, DIM> gradients(
+        const int first_pair = item.place * given.columns + block * BLOCK_KEYS;
+        RowGradients<ORDERED, DIM, DIM> gradients(
             given.dkeys, given.pairs, given.pair_scales, memory + SLOTS + stage * BLOCK_KEYS * 4, first_pair, 1);
         const float above = consumer.slope(block, consumer.upper), below = consumer.slope(block, consumer.upper + 8);
         wgmma_wait<1>(dkeys);
@@ -382,6 +386,7 @@ __device__ __forceinline__ void send_keys(
         for (int i = 0; i < 64; ++i) dkeys[i] *= i & 2 ? below : above;
         gradients.emit(*reinterpret_cast<const float(*)[32]>(&dkeys[0]), 0);
         gradients.emit(*reinterpret_cast<const float(*)[32]>(&dkeys[32]), 64);
+        gradients.finish(0, DIM / 64);
         wgmma_wait<0>(g);
         consumer.release(stage);
         if (++stage == STAGES) {
