@@ -77,8 +77,9 @@ def make_step(
     decode: str = "tamis",
     prefill: str = "tamis",
     rope: int = ROPE,
+    longest: int = 256,
 ) -> Step:
-    """A step whose requests have `prefix` tokens in the pool and, unless it decodes, `new` more.
+    """A step whose requests have `prefix` tokens in the pool and, unless it decodes, `new` more, `longest` at most.
 
     Needs the fixture `hopper`.
     """
@@ -93,7 +94,6 @@ def make_step(
         prefix_lens=prefix,
         extend_lens=(new,) * len(prefix),
     )
-    longest = 256
     config = dsa_attention.TinyDSAModelConfig(
         num_heads=heads,
         num_kv_heads=1,

@@ -1,4 +1,4 @@
-"""Sums of gradients by row as the CUDA C++ kernels add them up, in no particular order; see `RowSums` in row_gradients.cuh."""
+"""Sums by row as the CUDA C++ kernels add them up, in no particular order; see `RowSums` in row_gradients.cuh."""
 
 import torch
 from torch import Tensor
