@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from tamis.lab.training.task import Question
 
 
-TRAINED = "trained"
+TRAINED = {"trained": "v32", "trained-v4": "v4"}
+"""Names of the trained models, and of their demonstrations."""
 
 
 def model_titles() -> str:
@@ -37,11 +38,11 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     names = tuple(known.short for known in MODELS.values())
     parser.add_argument(
         "--model",
-        choices=(TRAINED, *names),
+        choices=(*TRAINED, *names),
         metavar="NAME",
-        default=TRAINED,
-        help=f"without a checkpoint: {TRAINED}, the tiny model that tamis train-demo made, which recalls values of "
-        f"keys, or a tiny model with random weights: {', '.join(names)} (default: {TRAINED})",
+        default="trained",
+        help=f"without a checkpoint: {' or '.join(TRAINED)}, the tiny models that tamis train-demo made, which recall "
+        f"values of keys, or a tiny model with random weights: {', '.join(names)} (default: trained)",
     )
     parser.add_argument(
         "--cache", choices=("fp8", "bf16", "fp32"), default="fp8", help="format of the cached rows (default: fp8)"
@@ -78,9 +79,9 @@ def load_model(options: argparse.Namespace, device: "torch.device") -> tuple[Any
         from tamis.lab import generation
 
         if is_trained(options):
-            from tamis.lab.training.model import shipped_checkpoint
+            from tamis.lab.training.model import DEMOS, shipped_checkpoint
 
-            return *generation.load_model(shipped_checkpoint(), device), None
+            return *generation.load_model(shipped_checkpoint(DEMOS[TRAINED[options.model]]), device), None
         if options.checkpoint is None:
             return generation.make_model(options.model, device, options.seed), None, None
     with waiting(f"fetching {options.checkpoint}" if hub.is_hub_id(options.checkpoint) else "loading the model"):
@@ -98,19 +99,21 @@ def load_model(options: argparse.Namespace, device: "torch.device") -> tuple[Any
 
 
 def is_trained(options: argparse.Namespace) -> bool:
-    """Whether the model is the trained one that is part of tamis."""
-    return options.checkpoint is None and options.model == TRAINED
+    """Whether the model is one of the trained ones that are part of tamis."""
+    return options.checkpoint is None and options.model in TRAINED
 
 
 def synthetic_question(options: argparse.Namespace, default: int) -> "Question | None":
-    """The trained model's prompt unless one was given: a question whose answer stands far back. None for others."""
+    """A trained model's prompt unless one was given: a question whose answer stands far back. None for others."""
     if not is_trained(options) or options.prompt is not None or options.prompt_ids is not None:
         return None
     from tamis import checks
-    from tamis.lab.training.task import SHORTEST, make_question
+    from tamis.lab.training.model import DEMOS
+    from tamis.lab.training.task import make_question, shortest
 
+    demo = DEMOS[TRAINED[options.model]]
     count = default if options.prompt_tokens is None else options.prompt_tokens
-    if count < SHORTEST:
-        remedy = "the trained model's prompts hold keys and values; use --prompt-ids or --model v32"
-        raise checks.refuse("--prompt-tokens", f"at least {SHORTEST}", count, remedy)
-    return make_question(options.seed, count)
+    if count < shortest(demo.room):
+        remedy = f"the trained model's prompts hold keys and values; use --prompt-ids or --model {demo.name}"
+        raise checks.refuse("--prompt-tokens", f"at least {shortest(demo.room)}", count, remedy)
+    return make_question(options.seed, count, demo.room)

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 DETAILS = f"""\
 Trains a DeepSeek-V3.2-shaped model (two layers, 0.8M parameters, top-k 64) on a CPU to recall the value of a key that
-was stated far back in the prompt, in three stages:
+was stated far back in the prompt, or a V4-shaped one (0.9M, a window of 32 and 16 entries of four tokens), in three
+stages:
 
 - dense: the model learns the task with transformers' own attention; the indexers do not take part
 - warm-up: the indexers learn from dense attention, everything else is frozen
@@ -27,12 +28,14 @@ was stated far back in the prompt, in three stages:
 
 Then the checkpoint is loaded again and served over paged caches: the share of dense attention's weight that is selected
 at eight times top-k, and the share of right answers, with the indexers' selection and with a random one. The checkpoint
-that is part of tamis, and the default of `tamis generate` and `tamis inspect`, was made by this command.
+that is the default of `tamis generate` and `tamis inspect`, and that of their `--model trained-v4`, were made by this
+command.
 
 Exits with 1 if the model did not learn the task. Needs transformers: {install_command("transformers")}."""
 
 EXAMPLES = """\
 tamis train-demo --out recall
+tamis train-demo --model v4 --out recall-v4
 tamis train-demo --quick --json"""
 
 
@@ -51,6 +54,12 @@ def register(subcommands: Subcommands) -> None:
         type=Path,
         metavar="DIR",
         help="write checkpoint, curves and measures (CSV) to this folder (default: nowhere)",
+    )
+    parser.add_argument(
+        "--model",
+        choices=("v32", "v4"),
+        default="v32",
+        help="shape of the model: DeepSeek-V3.2's, or V4's with a window and compressed entries (default: v32)",
     )
     parser.add_argument("--force", action="store_true", help="write into a folder that is not empty")
     parser.add_argument(
@@ -71,12 +80,14 @@ def run(options: argparse.Namespace) -> int:
         import tamis.integrations.transformers  # noqa: F401  (it says what to install)
     except ImportError as error:
         raise ValueError(str(error)) from error
+    from tamis.lab.training.model import DEMOS
     from tamis.lab.training.outcome import save_curves, save_outcome, served_outcome
-    from tamis.lab.training.stages import FULL, QUICK, train
+    from tamis.lab.training.stages import stages_of, train
 
     began, cpu_began = time.monotonic(), time.process_time()
     with Progress("steps", "making the model") as progress:
-        model, points = train(options.seed, QUICK if options.quick else FULL, progress.update)
+        demo = DEMOS[options.model]
+        model, points = train(options.seed, stages_of(demo, quick=options.quick), progress.update, demo)
     seconds, cpu_seconds = time.monotonic() - began, time.process_time() - cpu_began
     machine = describe_machine(device)
     with waiting("measuring"):
@@ -86,7 +97,13 @@ def run(options: argparse.Namespace) -> int:
             save_outcome(outcome, seconds, cpu_seconds, machine_line(machine), out / "measures.csv")
     failures = [] if options.quick else outcome.failures()
     if options.json:
-        data = {"machine": machine, "seed": options.seed, "quick": options.quick, "seconds": seconds}
+        data = {
+            "machine": machine,
+            "model": options.model,
+            "seed": options.seed,
+            "quick": options.quick,
+            "seconds": seconds,
+        }
         data |= {"cpu_seconds": cpu_seconds}
         data |= {"out": None if out is None else str(out), "curves": [point._asdict() for point in points]}
         print_json("train-demo", not failures, data | outcome.as_data() | {"failures": failures})

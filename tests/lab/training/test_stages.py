@@ -11,8 +11,13 @@ transformers = pytest.importorskip("transformers")
 
 from tamis.integrations.transformers import indexer_parameters, is_attached  # noqa: E402
 from tamis.lab.training import outcome, stages, task  # noqa: E402
-from tamis.lab.training.model import new_model  # noqa: E402
+from tamis.lab.training.model import V4, V32, Demo, indexers, new_model  # noqa: E402
 
+TINY_V4 = (
+    stages.Stage("dense", 3e-3, (stages.Part(64, 8, 10),), 11),
+    stages.Stage("warmup", 1e-2, (stages.Part(256, 4, 6),), 7),
+    stages.Stage("sparse", 5e-4, (stages.Part(96, 1, 2),), 3),
+)
 TINY = (
     stages.Stage("dense", 3e-3, (stages.Part(24, 8, 10),), 11),
     stages.Stage("warmup", 3e-3, (stages.Part(72, 1, 6),), 7),
@@ -21,9 +26,10 @@ TINY = (
 """72 tokens are more than top-k. Recall is measured after steps that these stages do not reach."""
 
 
-def test_losses_fall_and_the_seed_decides_everything() -> None:
+@pytest.mark.parametrize(("demo", "tiny"), [(V32, TINY), (V4, TINY_V4)], ids=["v32", "v4"])
+def test_losses_fall_and_the_seed_decides_everything(demo: Demo, tiny: tuple[stages.Stage, ...]) -> None:
     reports: list[tuple[int, int]] = []
-    model, points = stages.train(5, TINY, lambda done, total: reports.append((done, total)))
+    model, points = stages.train(5, tiny, lambda done, total: reports.append((done, total)), demo)
     assert reports == [(step, 18) for step in range(1, 19)]
     assert [point.step for point in points] == list(range(1, 19))
     dense, warmup, sparse = ([p for p in points if p.stage == name] for name in ("dense", "warmup", "sparse"))
@@ -34,24 +40,24 @@ def test_losses_fall_and_the_seed_decides_everything() -> None:
     assert warmup[-1].kl < warmup[0].kl
     assert all(point.kl is not None and math.isfinite(point.kl) for point in sparse)
     assert not is_attached(model)
-    assert all("forward" not in vars(layer.self_attn.indexer) for layer in model.model.layers)
-    again, same = stages.train(5, TINY)
+    assert all("forward" not in vars(indexer) for indexer in indexers(model))
+    again, same = stages.train(5, tiny, demo=demo)
     assert same == points
     for one, other in zip(model.parameters(), again.parameters(), strict=True):
         assert torch.equal(one, other)
-    assert stages.train(6, TINY[:1])[1] != points[:10]
+    assert stages.train(6, tiny[:1], demo=demo)[1] != points[:10]
 
 
-def test_each_stage_trains_its_own_parameters() -> None:
-    before = {
-        name: value.clone() for name, value in new_model(torch.Generator("cpu").manual_seed(5)).named_parameters()
-    }
+@pytest.mark.parametrize(("demo", "tiny"), [(V32, TINY), (V4, TINY_V4)], ids=["v32", "v4"])
+def test_each_stage_trains_its_own_parameters(demo: Demo, tiny: tuple[stages.Stage, ...]) -> None:
+    made = new_model(torch.Generator("cpu").manual_seed(5), demo)
+    before = {name: value.clone() for name, value in made.named_parameters()}
     states = [before]
     for count in (1, 2, 3):
-        model, _ = stages.train(5, TINY[:count])
+        model, _ = stages.train(5, tiny[:count], demo=demo)
         states.append({name: value.detach() for name, value in model.named_parameters()})
     own = set(indexer_parameters(model))
-    for stage, (earlier, later) in zip(TINY, pairwise(states), strict=True):
+    for stage, (earlier, later) in zip(tiny, pairwise(states), strict=True):
         moved = {name for name, value in later.items() if not torch.equal(value, earlier[name])}
         expected = {"dense": set(later) - own, "warmup": own, "sparse": set(later)}[stage.name]
         # Tokens that no prompt holds keep their rows, but some of every tensor moves.

@@ -11,8 +11,8 @@ import torch
 from tamis.integrations.hf.layers import CacheKind
 from tamis.lab.generation import load_model
 from tamis.lab.training.measure import Selecting, attention_recall, right_answers
-from tamis.lab.training.model import save_model
-from tamis.lab.training.stages import RECALL_TOKENS, Point
+from tamis.lab.training.model import demo_of, save_model
+from tamis.lab.training.stages import Point
 from tamis.lab.training.task import CHANCE
 
 RECALL_BAR, ANSWERS_BAR = 0.95, 0.99
@@ -43,7 +43,7 @@ class Outcome:
     parameters: int
     recall_tokens: int
     recall: list[float]
-    """By layer."""
+    """By layer that has an indexer."""
     answers: list[Answers]
 
     def failures(self) -> list[str]:
@@ -85,8 +85,9 @@ def measure_checkpoint(folder: Path, *, quick: bool = False) -> Outcome:
         Answers(tokens, cache, selecting, right_answers(model, tokens=tokens, cache=cache, selecting=selecting))
         for tokens, cache, selecting in ways
     ]
-    recall = attention_recall(model, tokens=RECALL_TOKENS)
-    return Outcome(sum(p.numel() for p in model.parameters()), RECALL_TOKENS, recall, answers)
+    tokens = demo_of(model).recall_tokens
+    recall = attention_recall(model, tokens=tokens)
+    return Outcome(sum(p.numel() for p in model.parameters()), tokens, recall, answers)
 
 
 def save_outcome(outcome: Outcome, seconds: float, cpu_seconds: float, machine: str, path: Path) -> None:

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from tamis.integrations.transformers import attach, detach, index_losses, indexer_parameters
 from tamis.lab.training import task
 from tamis.lab.training.measure import attention_recall
-from tamis.lab.training.model import TOPK, new_model
+from tamis.lab.training.model import V4, V32, Demo, demo_of, indexers, new_model
 
 StageName = Literal["dense", "warmup", "sparse"]
-RECALL_TOKENS = 8 * TOPK
+SPAN = V4.sizes["compress_rates"]["compressed_sparse_attention"]
+"""Tokens of an entry of V4."""
 LONGEST = 8192
 """The distances that the dense stage teaches; its prompts are shorter."""
 
@@ -51,12 +52,23 @@ FULL = (
     Stage("warmup", 3e-3, (Part(128, 8, 60), Part(512, 2, 60)), 10),
     Stage("sparse", 5e-4, (Part(1024, 1, 20), Part(2048, 1, 20)), 10),
 )
+# Compressed entries stand at their own positions, so that distances are learned from prompts of their length.
+FULL_V4 = (
+    Stage("dense", 3e-3, (Part(64, 16, 200), Part(256, 4, 150), Part(1024, 1, 60), Part(4096, 1, 10)), 420),
+    Stage("warmup", 3e-3, (Part(256, 4, 60), Part(1024, 1, 60)), 10),
+    Stage("sparse", 5e-4, (Part(1024, 1, 20), Part(2048, 1, 20)), 10),
+)
 QUICK = (
     Stage("dense", 3e-3, (Part(24, 8, 12),), 12),
     Stage("warmup", 3e-3, (Part(96, 1, 6),), 6),
     Stage("sparse", 5e-4, (Part(96, 1, 4),), 4),
 )
 """Too short to learn the task; it shows that every stage runs."""
+QUICK_V4 = (
+    Stage("dense", 3e-3, (Part(64, 4, 12),), 12),
+    Stage("warmup", 3e-3, (Part(96, 1, 6),), 6),
+    Stage("sparse", 5e-4, (Part(96, 1, 4),), 4),
+)
 
 
 class Point(NamedTuple):
@@ -80,15 +92,25 @@ class Point(NamedTuple):
 Report = Callable[[int, int], None]
 
 
+def stages_of(demo: Demo, *, quick: bool = False) -> tuple[Stage, ...]:
+    """The stages of a model, or those that are too short to learn the task."""
+    full, short = (FULL_V4, QUICK_V4) if demo is V4 else (FULL, QUICK)
+    return short if quick else full
+
+
 def train(
-    seed: int = 0, stages: tuple[Stage, ...] = FULL, report: Report = lambda done, total: None
+    seed: int = 0,
+    stages: tuple[Stage, ...] | None = None,
+    report: Report = lambda done, total: None,
+    demo: Demo = V32,
 ) -> tuple[Any, list[Point]]:
     """Train a new model, and return it with what every step measured.
 
     The same seed gives the same model on the same machine with the same number of threads.
     """
+    stages = stages_of(demo) if stages is None else stages
     generator = torch.Generator("cpu").manual_seed(seed)
-    model = new_model(generator)
+    model = new_model(generator, demo)
     points: list[Point] = []
     total = sum(stage.steps for stage in stages)
     for stage in stages:
@@ -115,7 +137,7 @@ def _run(
             for group in optimizer.param_groups:
                 group["lr"] = rate
             model.train()
-            batch = task.make_batch(generator, part.prompts, part.tokens)
+            batch = task.make_batch(generator, part.prompts, part.tokens, room=demo_of(model).room)
             run = _dense_step if stage.name == "dense" else _attached_step
             point = run(model, stage.name, batch, generator)
             nn.utils.clip_grad_norm_(parameters, 1.0)
@@ -147,8 +169,8 @@ def _begin(model: Any, stage: StageName) -> None:
     if stage != "dense":
         attach(model, train=True, indexer=stage, cache="fp8")
         return
-    for layer in model.model.layers:
-        layer.self_attn.indexer.forward = _everything
+    for indexer in indexers(model):
+        indexer.forward = _all_entries if demo_of(model) is V4 else _everything
 
 
 def _end(model: Any, stage: StageName) -> None:
@@ -156,14 +178,22 @@ def _end(model: Any, stage: StageName) -> None:
     if stage != "dense":
         detach(model)
         return
-    for layer in model.model.layers:
-        del layer.self_attn.indexer.forward
+    for indexer in indexers(model):
+        del indexer.forward
 
 
 def _everything(hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
     """Takes the place of an indexer where attention is dense: selects all positions."""
     rows, columns, _width = hidden_states.shape
     return torch.arange(columns, dtype=torch.int32, device=hidden_states.device).expand(rows, columns, columns)
+
+
+def _all_entries(hidden_states: Tensor, _residual: Tensor, position_ids: Tensor, *_: Any) -> Tensor:
+    """The same for a layer that compresses: selects all entries that a token may see."""
+    rows, columns, _width = hidden_states.shape
+    entries = torch.arange(columns // SPAN, dtype=torch.int64, device=hidden_states.device)
+    visible = ((position_ids + 1) // SPAN).unsqueeze(-1)
+    return torch.where(entries < visible, entries, -1).expand(rows, columns, -1)
 
 
 def _attached_step(model: Any, stage: StageName, batch: task.Batch, _: torch.Generator) -> Point:
@@ -178,6 +208,11 @@ def _attached_step(model: Any, stage: StageName, batch: task.Batch, _: torch.Gen
 
 def _dense_step(model: Any, stage: StageName, batch: task.Batch, generator: torch.Generator) -> Point:
     """Gradients of a dense step, with a second loss that tells attention where to look."""
+    if demo_of(model) is V4:
+        out = model(input_ids=batch.tokens, labels=batch.labels, output_attentions=True, use_cache=False)
+        (out.loss + _guidance_to_entries(out.attentions, batch)).backward()
+        right = batch.right(out.logits).float().mean().item()
+        return Point(stage, 0, batch.tokens.shape[1], out.loss.item(), right)
     positions = _spread_positions(batch, generator)
     out = model(
         input_ids=batch.tokens,
@@ -230,10 +265,27 @@ def _guidance(attentions: tuple[Tensor, Tensor], batch: task.Batch, positions: T
     return -(logs[0][follows].mean() + logs[1].mean() + logs[1].gather(1, batch.asked).mean())
 
 
+def _guidance_to_entries(attentions: tuple[Tensor, Tensor], batch: task.Batch) -> Tensor:
+    """The same for V4, whose second layer should look at the entry of the span with the value, or at the first one."""
+    first, second = attentions
+    rows, columns = batch.tokens.shape
+    near = torch.arange(columns, dtype=torch.int64, device="cpu").sub(1).clamp_min(0)
+    logs = first[:, :, torch.arange(columns, dtype=torch.int64, device="cpu"), near].clamp_min(1e-30).log()
+    entries = second[..., columns:]  # the first columns are the window
+    wanted = torch.zeros(rows, columns, dtype=torch.int64, device="cpu").scatter(1, batch.asked, batch.stated // SPAN)
+    # An entry can be seen once its span is complete.
+    seen = wanted < (torch.arange(columns, dtype=torch.int64, device="cpu") + 1) // SPAN
+    at = wanted[:, None, :, None].expand(rows, entries.shape[1], columns, 1).clamp_max(entries.shape[3] - 1)
+    far = entries.gather(3, at).clamp_min(1e-30).log()[..., 0].mean(1)
+    asked = far.gather(1, batch.asked)[seen.gather(1, batch.asked)]
+    # A short prompt may ask for nothing that can be seen.
+    return -(logs.mean() + far[seen].mean() + asked.sum() / max(1, asked.numel()))
+
+
 def _recall(model: Any, stage: StageName) -> float:
     """The worst layer's recall; the model is served in between."""
     _end(model, stage)
     try:
-        return min(attention_recall(model, tokens=RECALL_TOKENS, compared=128))
+        return min(attention_recall(model, tokens=demo_of(model).recall_tokens, compared=128))
     finally:
         _begin(model, stage)

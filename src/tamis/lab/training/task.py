@@ -54,7 +54,7 @@ class Batch:
 
 
 def make_batch(
-    generator: torch.Generator, count: int, tokens: int, *, pairs: int | None = None, far: bool = False
+    generator: torch.Generator, count: int, tokens: int, *, pairs: int | None = None, far: bool = False, room: int = 2
 ) -> Batch:
     """Random prompts in which every key is stated once and asked for once.
 
@@ -64,9 +64,10 @@ def make_batch(
         tokens: the length of each; at least `SHORTEST`.
         pairs: how many keys; by default as many as there is room for.
         far: whether all keys are stated in the first quarter and asked for in the last.
+        room: how many tokens a pair has to itself, an even number.
     """
-    # Pairs stand in cells of two tokens, which begin at odd or at even positions.
-    cells = (tokens - 2) // 2
+    # Pairs stand in cells of `room` tokens, all at the same place of their cell.
+    cells = (tokens - 2) // room
     quarter = cells // 4
     if pairs is None:
         pairs = min(KEYS, quarter if far else cells * 2 // 5)
@@ -77,7 +78,7 @@ def make_batch(
         places = torch.stack((early, late + cells - quarter), dim=-1)
     else:
         places = _shuffled(generator, count, cells)[:, : 2 * pairs].view(count, pairs, 2).sort(-1).values
-    places = 1 + 2 * places + draw(generator, 0, 2, (count, 1, 1))
+    places = 1 + room * places + draw(generator, 0, room, (count, 1, 1)).clamp_max(max(1, room - 2))
     drawn = draw(generator, FIRST_WORD, VOCABULARY, (count, tokens))
     drawn[:, 0] = BOS
     drawn.scatter_(1, places.flatten(1), keys.repeat_interleave(2, dim=1))
@@ -100,6 +101,11 @@ def _shuffled(generator: torch.Generator, rows: int, count: int) -> Tensor:
     return torch.rand(rows, count, generator=generator, dtype=torch.float32, device="cpu").argsort(1)
 
 
+def shortest(room: int) -> int:
+    """The fewest tokens of a question's prompt."""
+    return SHORTEST * room // 2
+
+
 @dataclass(frozen=True)
 class Question:
     """A prompt that ends with a key, and where the answer stands."""
@@ -114,13 +120,17 @@ class Question:
         return self.prompt[self.needle]
 
 
-def make_question(seed: int, tokens: int) -> Question:
+def make_question(seed: int, tokens: int, room: int = 2) -> Question:
     """A prompt in whose first quarter keys are stated, whose last quarter asks for all but one of them, and which ends
     with the one that is left."""
-    if tokens < SHORTEST:
-        raise ValueError(f"tokens must be at least {SHORTEST}, got {tokens}; a shorter prompt has no room for pairs")
+    if tokens < shortest(room):
+        raise ValueError(
+            f"tokens must be at least {shortest(room)}, got {tokens}; a shorter prompt has no room for pairs"
+        )
     generator = torch.Generator("cpu").manual_seed(seed)
-    batch = make_batch(generator, 1, tokens - 1, pairs=min(16, tokens // 12), far=True)
+    # A quarter has room for so many.
+    pairs = min(16, tokens // 12, (tokens - 3) // room // 4)
+    batch = make_batch(generator, 1, tokens - 1, pairs=pairs, far=True, room=room)
     prompt = batch.tokens[0].tolist()
     asked = int(batch.asked[0, 0])
     key = prompt[asked]
