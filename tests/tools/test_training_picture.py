@@ -27,7 +27,7 @@ def test_heights_follow_the_scale() -> None:
     assert training._height(loss, 0.0, 10) == 10 + training.HEIGHT
 
 
-def test_the_table_holds_the_bars() -> None:
-    text = training.measures()
-    for words in ("recall at 512 tokens, layer 1", "4096 tokens, fp8 cache", "random selection"):
-        assert words in text
+def test_the_tables_hold_the_bars() -> None:
+    for text, layer in ((training.measures(), 1), (training.measures_v4(), 0)):
+        for words in (f"recall at 512 tokens, layer {layer}", "4096 tokens, fp8 cache", "random selection"):
+            assert words in text

@@ -81,6 +81,7 @@ TEXTS: dict[str, Callable[[], str]] = {
     "tested versions": install.tested,
     "tour": tour.page,
     "train demo": training.measures,
+    "train demo v4": training.measures_v4,
     "train times": train_times.headline,
     "vllm releases": vllm.releases,
 }

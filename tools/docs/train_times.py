@@ -30,8 +30,8 @@ def headline() -> str:
     header = ("milliseconds", "kernels", *(f"{number} heads" for number in heads))
     lines = []
     for stage in STAGES:
-        for backend, words in (("hopper", "CUDA C++"), ("triton", "Triton")):
-            found = [r for r in rows if r["stage"] == stage and r["version"] == f"tamis {backend}"]
+        for version, words in (("tamis hopper", "CUDA C++"), ("tamis triton", "Triton"), ("tilelang", "TileLang")):
+            found = [r for r in rows if r["stage"] == stage and r["version"] == version]
             times = {int(row["heads"]): f"{float(row['median_ms']):.1f}" for row in found}
             if times:
                 lines.append((stage, words, *(times.get(number, "-") for number in heads)))

@@ -3,6 +3,7 @@
 import csv
 from collections.abc import Sequence
 from math import log10
+from pathlib import Path
 from typing import NamedTuple
 
 from tools.docs.markdown import table
@@ -11,6 +12,7 @@ from tools.docs.svg import Picture
 
 FILE = RESULTS / "training" / "train_demo.csv"
 MEASURES = RESULTS / "training" / "train_demo_measures.csv"
+MEASURES_V4 = RESULTS / "training" / "train_demo_v4_measures.csv"
 STAGES = {"dense": "dense", "warmup": "warm-up", "sparse": "sparse"}
 KINDS = {"dense": "grey", "warmup": "amber", "sparse": "green"}
 WIDTH, LEFT, RIGHT, TOP, HEIGHT, GAP = 760, 64, 18, 66, 120, 42
@@ -65,9 +67,9 @@ def draw() -> str:
     return picture.render()
 
 
-def measures() -> str:
-    """The measures of the checkpoint that is part of tamis, and where it was trained."""
-    with MEASURES.open(newline="", encoding="utf-8") as file:
+def measures(path: Path = MEASURES) -> str:
+    """The measures of a checkpoint that is part of tamis, and where it was trained."""
+    with path.open(newline="", encoding="utf-8") as file:
         found = {row["measure"]: row["value"] for row in csv.DictReader(file)}
     lines = []
     for name, value in found.items():
@@ -80,6 +82,11 @@ def measures() -> str:
             lines.append((f"right answers at {tokens} tokens, {cache} cache{suffix}", f"{float(value):.1%}"))
     said = f"Trained in {found['training_cpu_seconds']} s of CPU time, summed over threads ({found['machine']}):"
     return f"{said}\n\n{table(('served', 'share'), lines, 'lr')}"
+
+
+def measures_v4() -> str:
+    """The same for the V4-shaped model."""
+    return measures(MEASURES_V4)
 
 
 def _panel(picture: Picture, curve: Curve, rows: Sequence[Row], top: float, *, names: bool) -> None:

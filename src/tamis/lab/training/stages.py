@@ -54,9 +54,9 @@ FULL = (
 )
 # Compressed entries stand at their own positions, so that distances are learned from prompts of their length.
 FULL_V4 = (
-    Stage("dense", 3e-3, (Part(64, 16, 200), Part(256, 4, 150), Part(1024, 1, 60), Part(4096, 1, 10)), 420),
-    Stage("warmup", 3e-3, (Part(256, 4, 60), Part(1024, 1, 60)), 10),
-    Stage("sparse", 5e-4, (Part(1024, 1, 20), Part(2048, 1, 20)), 10),
+    Stage("dense", 3e-3, (Part(64, 16, 200), Part(256, 4, 150), Part(1024, 1, 60), Part(4096, 1, 8)), 418),
+    Stage("warmup", 3e-3, (Part(256, 4, 100), Part(1024, 1, 80), Part(2048, 1, 20)), 10),
+    Stage("sparse", 5e-4, (Part(1024, 1, 30), Part(2048, 1, 20), Part(4096, 1, 10)), 10),
 )
 QUICK = (
     Stage("dense", 3e-3, (Part(24, 8, 12),), 12),
