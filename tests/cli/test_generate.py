@@ -66,9 +66,11 @@ def test_random_models_stream_token_numbers(model: str, capsys: pytest.CaptureFi
     assert "tokens/s), fp8 pages" in found.err
 
 
+@pytest.mark.parametrize("model", ["trained", "trained-v4"])
 @pytest.mark.parametrize("cache", ["fp8", "bf16"])
-def test_the_trained_model_answers(cache: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["generate", "--device", "cpu", "--prompt-tokens", "400", "--cache", cache, "--json"]) == 0
+def test_a_trained_model_answers(cache: str, model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--model", model, "--prompt-tokens", "400", "--cache", cache, "--json"]
+    assert main(["generate", "--device", "cpu", *given]) == 0
     found = json.loads(capsys.readouterr().out)
     # The value, then the end.
     assert found["generated"] == [found["answer"], 1]
@@ -84,6 +86,12 @@ def test_the_trained_model_says_what_is_asked(capsys: pytest.CaptureFixture[str]
     found = capsys.readouterr()
     value = found.out.split()[0]
     assert re.search(rf"the prompt asks for k\d+; its value is {value}, \d+ tokens back \(position \d+\)", found.err)
+
+
+def test_a_prompt_without_room_for_pairs_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for model, least in (("trained", 24), ("trained-v4", 96)):
+        assert main(["generate", "--device", "cpu", "--model", model, "--prompt-tokens", str(least - 1)]) == 2
+        assert f"--prompt-tokens must be at least {least}, got {least - 1}" in capsys.readouterr().err
 
 
 def test_the_trained_model_reads_text(capsys: pytest.CaptureFixture[str]) -> None:

@@ -92,6 +92,15 @@ def test_the_trained_model_finds_its_needle(tmp_path: Path, capsys: pytest.Captu
     assert f"The needle at position {needle['position']:,} is selected by" in html
 
 
+def test_the_trained_v4_model_finds_its_needle(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", "--device", "cpu", "--model", "trained-v4", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["model"]["weights"] == "tiny, trained by tamis train-demo"
+    assert [layer["recall"] >= 0.95 for layer in found["layers"] if "recall" in layer] == [True]
+    assert found["prompt"][found["needle"]["position"] - 1] == found["prompt"][-1]
+    assert 1 in found["needle"]["selected_by"]
+
+
 def test_another_needle_can_be_followed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", "--device", "cpu", "--prompt-tokens", "100", "--needle", "-1", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["needle"]["position"] == 99
