@@ -107,7 +107,7 @@ class Demo:
 
 V32 = Demo("v32", "deepseek_v32", "DeepseekV32", _V32_SIZES, "recall", 2)
 V4 = Demo("v4", "deepseek_v4", "DeepseekV4", _V4_SIZES, "recall_v4", 8)
-DEMOS = {demo.name: demo for demo in (V32, V4)}
+DEMOS: dict[str, Demo] = {demo.name: demo for demo in (V32, V4)}
 _classes: Any = transformers
 """Its classes have no types."""
 _SHARED = 8

@@ -6,7 +6,7 @@
 //
 // Additions wait for each other, loads do not: each thread copies its columns of the next PAIRS pairs into its own part of shared
 // memory, and waits only for the oldest of its copies. All that is read once comes from memory: what counts is bytes in flight,
-// here 18 KB for a CTA at 576 columns, and nine CTAs on an SM.
+// here 18 KB for a CTA at 576 columns, and seven CTAs on an SM.
 //
 // Defined by the host: WIDTH, VALUES (columns that have a scale for every 64; those after them have one for every 32), PARTS
 // (summands of a pair), PAIRS, THREADS, SHARED_BYTES, PARAMS_BYTES.
