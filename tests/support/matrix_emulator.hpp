@@ -195,6 +195,11 @@ inline void mbarrier_arrive_expect_tx(u32 barrier, u32 bytes) {
 
 inline void mbarrier_arrive(u32 barrier) { mbarrier_arrive_expect_tx(barrier, 0); }
 
+inline void mbarrier_arrive(u32 barrier, u32 count) {
+    emulator::maybe_pause();
+    for (u32 i = 0; i < count; ++i) emulator::count_arrival(barrier, 0);
+}
+
 inline void mbarrier_wait(u32 barrier, u32 parity) {
     emulator::maybe_pause();
     emulator::Mbarrier& one = emulator::mbarrier_at(barrier);

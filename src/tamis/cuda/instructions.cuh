@@ -20,7 +20,7 @@ __device__ __forceinline__ u32 opaque(u32 number) {
 }
 
 // The same for a float.
-__device__ __forceinline__ float opaque(float number) {
+__device__ __forceinline__ float opaque_float(float number) {
     asm volatile("" : "+f"(number));
     return number;
 }
@@ -161,6 +161,11 @@ __device__ __forceinline__ void fence_mbarrier_init() {
 
 __device__ __forceinline__ void mbarrier_arrive(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Arrives `count` times.
+__device__ __forceinline__ void mbarrier_arrive(u32 barrier, u32 count) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
 
 // Arrives, and makes the phase wait for `bytes` more bytes of bulk copies.

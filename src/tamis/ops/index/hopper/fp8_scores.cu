@@ -22,8 +22,9 @@
 // Roles of the warpgroups:
 //   0     produce  Warp 0 copies blocks of keys into a ring of stages. Warps 1 to 3 put the queries and weights of the next
 //                  tile into the other one of two buffers.
-//   1, 2  score    Consumers, which take the CTA's blocks in turn. Each has two sets of accumulators, so that its next product
-//                  runs while it sums over the heads of the last one.
+//   1, 2  score    Consumers. Each has half of a tile's tokens and scores all blocks, or, where tokens are few, has all of them and
+//                  takes every second block. Each has two sets of accumulators, so that its next product runs while it sums
+//                  over the heads of the last one.
 //
 // Defined by the host: HEADS (16, 32 or 64), COLUMNS, QUARTETS (1 or 0), STAGES, THREADS, SHARED_BYTES, PARAMS_BYTES, and the
 // registers per thread of the roles: SCORE_REGISTERS, PRODUCE_REGISTERS.
@@ -37,15 +38,16 @@ constexpr int WARPS = 4;                       // of a warpgroup
 constexpr int CONSUMERS = THREADS / 128 - 1;   // warpgroups
 constexpr int TILE = COLUMNS / HEADS;          // most tokens of a tile
 constexpr int CHUNK = QUARTETS ? 128 : 64;     // columns of a product
-constexpr int CHUNKS = COLUMNS / CHUNK;        // products of a block
+constexpr int OWN_COLUMNS = COLUMNS / (QUARTETS ? CONSUMERS : 1);  // of one consumer
+constexpr int OWN_TOKENS = OWN_COLUMNS / HEADS;
 constexpr int STEPS = 4;                       // wgmma along K
 constexpr int EIGHTS = HEADS / 8;              // heads of a token in blocks of eight
 constexpr int KEY_BYTES = 128, SCALE_BYTES = 4;
 constexpr int LOADERS = 96;                    // threads that copy queries
-static_assert(CONSUMERS == 2 && CHUNKS == 2 && THREADS == 384, "consumers take blocks in turn, and products in pairs");
+static_assert(CONSUMERS == 2 && THREADS == 384 && OWN_COLUMNS == 2 * CHUNK, "a consumer has two products for a block");
 
-// What a block costs: products of a tile are all computed, whichever tokens it has, or wait for their keys.
-__device__ __forceinline__ u32 block_cost(int) { return 1; }
+// What a block costs, relative to one that occupies one consumer, or whose keys are waited for.
+__device__ __forceinline__ u32 block_cost(int tokens) { return tokens > OWN_TOKENS ? 2 : 1; }
 
 // ---- Shared memory
 
@@ -164,14 +166,14 @@ __device__ __forceinline__ void copy_queries(const ScoreParams& params, u32 memo
         const u32 queries = memory + QUERIES + buffer * QUERY_BUFFER;
         const int columns = count * HEADS;
         // Eight lanes read a query, which has 128 bytes.
-#pragma unroll 4
+#pragma unroll 8
         for (int unit = thread; unit < columns * 8; unit += LOADERS) {
             const int token = unit / 8 / HEADS, head = unit / 8 % HEADS;
             const auto* query = params.q + (first + token) * params.q_token_stride + head * params.q_head_stride;
             shared_store4(queries + swizzled(query_row(token, head), unit % 8), reinterpret_cast<const uint4*>(query)[unit % 8]);
         }
         const u32 weights = memory + WEIGHTS + buffer * COLUMNS * 4;
-#pragma unroll 1
+#pragma unroll 3
         for (int column = thread; column < columns; column += LOADERS) {
             const int token = column / HEADS, head = column % HEADS;
             const float weight = load_weight(params, (first + token) * params.weight_token_stride + head * params.weight_head_stride);
@@ -203,8 +205,10 @@ __device__ __forceinline__ float rectified(float x) {
     return TWICE ? x + fabsf(x) : relu(x);
 }
 
-// A consumer's place in the ring of stages, and what it knows of the block there. A thread has the products of the keys lane / 4
-// and lane / 4 + 8 of its warp's 16, for the tile's token lane % 4, or with some multiple of tokens added.
+// A consumer's place in the ring of stages, and what it knows of the block there. STEP is 1 if both consumers score all blocks, and
+// CONSUMERS if they take them in turn. A thread has the products of the keys lane / 4 and lane / 4 + 8 of its warp's 16, for
+// the consumer's token lane % 4, or with some multiple of tokens added.
+template <int STEP>
 struct Block {
     u32 memory, stage, parity;
     u32 lane_scale;  // address of the thread's first scale in stage 0
@@ -230,18 +234,18 @@ struct Block {
         scale[1] = __uint_as_float(shared_load(scales + 8 * SCALE_BYTES));
     }
 
-    // Lets the stage be filled again, which no product reads any more.
+    // Lets the stage be filled again, which no product of this consumer reads any more, and none of the other if it has not.
     __device__ __forceinline__ void release() const {
         __syncwarp();  // all lanes have read their scales
-        if (threadIdx.x % 32 == 0) mbarrier_arrive(memory + EMPTY + stage * 8);
+        if (threadIdx.x % 32 == 0) mbarrier_arrive(memory + EMPTY + stage * 8, STEP);
     }
 
     // Goes on to this consumer's next block.
     __device__ __forceinline__ void advance() {
-        stage += CONSUMERS;
+        stage += STEP;
         if (stage >= STAGES) stage -= STAGES, parity ^= 1;
-        position += CONSUMERS * BLOCK;
-        out += CONSUMERS * BLOCK;
+        position += STEP * BLOCK;
+        out += STEP * BLOCK;
     }
 };
 
@@ -253,8 +257,8 @@ struct Scorer {
     int left;                          // tokens from token lane % 4 on; 0 if this lane stores nothing
     int greatest_start, least_end;     // all tokens see the keys from the one to the other
 
-    template <int N>
-    __device__ __forceinline__ void multiply(float (&acc)[N], const Block& block, int chunk) const {
+    template <int N, class Place>
+    __device__ __forceinline__ void multiply(float (&acc)[N], const Place& block, int chunk) const {
         const unsigned long long a = advance(keys, block.stage * KEYS_OF_A_STAGE), b = advance(queries, chunk * CHUNK_BYTES);
         wgmma_fence();
 #pragma unroll
@@ -263,12 +267,14 @@ struct Scorer {
     }
 
     // Whether all tokens see the whole block.
-    __device__ __forceinline__ bool all_seen(const Block& block) const {
+    template <class Place>
+    __device__ __forceinline__ bool all_seen(const Place& block) const {
         return block.position >= greatest_start && block.position + BLOCK <= least_end && block.present == 15;
     }
 
     // Stores the scores of the thread's two keys for token lane % 4 + `first`, if there is one.
-    __device__ __forceinline__ void store(const Block& block, bool all_seen, int first, float one, float two) const {
+    template <class Place>
+    __device__ __forceinline__ void store(const Place& block, bool all_seen, int first, float one, float two) const {
         const bool exists = left > first;
         float* const own = block.out + first * params.out_stride;
         one *= block.scale[0], two *= block.scale[1];
@@ -309,7 +315,7 @@ __device__ __forceinline__ void add_pair(float& sum, bool begins, float even, fl
 // Tiles whose tokens are interleaved. Lane l of a quad has the tokens 4 * q + l.
 struct Quartets {
     const Scorer& scorer;
-    float weights[COLUMNS / 4];
+    float weights[OWN_COLUMNS / 4];
     float sums[4][2];  // chains, keys
 
     __device__ __forceinline__ explicit Quartets(const Scorer& scorer) : scorer(scorer) { load_weights(weights, scorer.weights); }
@@ -317,12 +323,12 @@ struct Quartets {
     // Keeps the compiler from moving additions behind the next product, which would take copies of its accumulators.
     __device__ __forceinline__ void settle() {
 #pragma unroll
-        for (int i = 0; i < 8; ++i) sums[i / 2][i % 2] = opaque(sums[i / 2][i % 2]);
+        for (int i = 0; i < 8; ++i) sums[i / 2][i % 2] = opaque_float(sums[i / 2][i % 2]);
     }
 
     // Adds the products of a chunk, and stores the scores of the quartets that end in it.
-    template <int NUMBER>
-    __device__ __forceinline__ void add(const float (&acc)[CHUNK / 2], const Block& block, bool all_seen) {
+    template <int NUMBER, class Place>
+    __device__ __forceinline__ void add(const float (&acc)[CHUNK / 2], const Place& block, bool all_seen) {
 #pragma unroll
         for (int eight = 0; eight < CHUNK / 8; ++eight) {
             const int all = NUMBER * (CHUNK / 8) + eight, chain = all % 4, i = all / 4 % EIGHTS, quartet = all / 4 / EIGHTS;
@@ -343,12 +349,12 @@ struct Quartets {
 // Tiles of few tokens, one after the other. A token's sums end in a quad of lanes.
 struct FewTokens {
     const Scorer& scorer;
-    float weights[COLUMNS / 4];
+    float weights[OWN_COLUMNS / 4];
 
     __device__ __forceinline__ explicit FewTokens(const Scorer& scorer) : scorer(scorer) { load_weights(weights, scorer.weights); }
 
-    template <int NUMBER>
-    __device__ __forceinline__ void add(const float (&acc)[CHUNK / 2], const Block& block, bool all_seen) {
+    template <int NUMBER, class Place>
+    __device__ __forceinline__ void add(const float (&acc)[CHUNK / 2], const Place& block, bool all_seen) {
         constexpr int TOKENS = CHUNK / HEADS;
         const int lane = threadIdx.x % 4;
         float scores[2];
@@ -374,8 +380,8 @@ struct FewTokens {
 
 // Scores this consumer's blocks of a part, with as many products of each as the tile's tokens need. Both are issued at once; while
 // the second is added up, the other consumer's run.
-template <int PRODUCTS, class Tokens>
-__device__ __forceinline__ void score_blocks(const Scorer& scorer, Tokens& tokens, Block& block, int blocks) {
+template <int PRODUCTS, class Tokens, class Place>
+__device__ __forceinline__ void score_blocks(const Scorer& scorer, Tokens& tokens, Place& block, int blocks) {
     float one[CHUNK / 2], two[CHUNK / 2];
 #pragma unroll 1
     for (int i = 0; i < blocks; ++i) {
@@ -400,7 +406,8 @@ __device__ __forceinline__ void score_blocks(const Scorer& scorer, Tokens& token
 
 // The same for two blocks at a time, so that the next product is in flight while all but the last one are added up. If one were
 // in flight from one iteration to the next, the compiler would make every wgmma wait for the one before.
-__device__ __forceinline__ void score_pairs(const Scorer& scorer, Quartets& tokens, Block& block, int pairs) {
+template <class Place>
+__device__ __forceinline__ void score_pairs(const Scorer& scorer, Quartets& tokens, Place& block, int pairs) {
     float one[CHUNK / 2], two[CHUNK / 2];
 #pragma unroll 1
     for (int i = 0; i < pairs; ++i) {
@@ -408,7 +415,7 @@ __device__ __forceinline__ void score_pairs(const Scorer& scorer, Quartets& toke
         scorer.multiply(one, block, 0);
         scorer.multiply(two, block, 1);
         block.load();
-        Block next = block;
+        Place next = block;
         next.advance();
         const bool all_seen = scorer.all_seen(block);
         wgmma_wait<1>(one);
@@ -444,29 +451,34 @@ __device__ __forceinline__ void score(const ScoreParams& params, u32 memory, int
         const uint4 words = shared_load4(own);
         const int blocks = warp_uniform(words.w), number = warp_uniform(shared_load(own + 16));
         if (blocks == 0) return;
-        const int count = warp_uniform(words.y);
-        const int token = lane % 4;
-        scorer.left = QUARTETS || token < CHUNK / HEADS ? count - token : 0;
-        scorer.queries = k_major(memory + QUERIES + buffer * QUERY_BUFFER);
-        scorer.weights = memory + WEIGHTS + buffer * COLUMNS * 4;
-        scorer.bounds = memory + BOUNDS + buffer * TILE * 8;
-        const uint2 seen = shared_load2(scorer.bounds + lane % TILE * 8);
+        const int count = warp_uniform(words.y), position = static_cast<int>(warp_uniform(words.z)), token = lane % 4;
+        // Tiles of many tokens are divided between the consumers, which then score all blocks, and others are not.
+        const bool divided = QUARTETS && count > OWN_TOKENS;
+        const int first = divided ? consumer * OWN_TOKENS : 0;
+        scorer.left = QUARTETS || token < CHUNK / HEADS ? count - first - token : 0;
+        scorer.queries = k_major(memory + QUERIES + buffer * QUERY_BUFFER + first * HEADS * 128);
+        scorer.weights = memory + WEIGHTS + (buffer * COLUMNS + first * HEADS) * 4;
+        scorer.bounds = memory + BOUNDS + (buffer * TILE + first) * 8;
+        const uint2 seen = shared_load2(memory + BOUNDS + (buffer * TILE + lane % TILE) * 8);
         scorer.greatest_start = __reduce_max_sync(FULL_MASK, lane < count ? seen.x : 0);
         scorer.least_end = 0x7FFFFFFF - __reduce_max_sync(FULL_MASK, lane < count ? 0x7FFFFFFF - seen.y : 0);
+        float* const row = params.out + (static_cast<long long>(words.x) + first + token) * params.out_stride;
         const int skip = (consumer + CONSUMERS - number % CONSUMERS) % CONSUMERS, mine = (blocks - skip + CONSUMERS - 1) / CONSUMERS;
-        if (mine > 0) {
-            const int position = static_cast<int>(warp_uniform(words.z)) + skip * BLOCK;
-            float* const row = params.out + (static_cast<long long>(words.x) + token) * params.out_stride;
-            Block block(memory, number + skip, position, row);
-            if constexpr (QUARTETS) {
-                Quartets quartets(scorer);
-                score_pairs(scorer, quartets, block, mine / 2);
-                score_blocks<2>(scorer, quartets, block, mine % 2);
+        if constexpr (QUARTETS) {
+            Quartets quartets(scorer);
+            if (divided) {
+                Block<1> block(memory, number, position, row);
+                score_pairs(scorer, quartets, block, blocks / 2);
+                score_blocks<2>(scorer, quartets, block, blocks % 2);
             } else {
-                FewTokens tokens(scorer);
-                if (count <= CHUNK / HEADS) score_blocks<1>(scorer, tokens, block, mine);
-                else score_blocks<2>(scorer, tokens, block, mine);
+                Block<CONSUMERS> block(memory, number + skip, position + skip * BLOCK, row);
+                score_blocks<2>(scorer, quartets, block, mine);
             }
+        } else {
+            FewTokens tokens(scorer);
+            Block<CONSUMERS> block(memory, number + skip, position + skip * BLOCK, row);
+            if (count <= CHUNK / HEADS) score_blocks<1>(scorer, tokens, block, mine);
+            else score_blocks<2>(scorer, tokens, block, mine);
         }
         mbarrier_arrive(memory + QUERIES_EMPTY + buffer * 8);
     }
@@ -482,7 +494,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) index_scores(
         prefetch_tile_map(map);
         for (int stage = 0; stage < STAGES; ++stage) {
             mbarrier_init(memory + FULL + stage * 8, 1);
-            mbarrier_init(memory + EMPTY + stage * 8, WARPS);
+            mbarrier_init(memory + EMPTY + stage * 8, CONSUMERS * WARPS);
         }
         for (int buffer = 0; buffer < 2; ++buffer) {
             mbarrier_init(memory + QUERIES_FULL + buffer * 8, LOADERS);

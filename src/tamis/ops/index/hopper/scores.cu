@@ -320,7 +320,7 @@ struct Weights {
 
 // Keeps the compiler from computing a number anew at every use.
 __device__ __forceinline__ long long opaque64(long long number) {
-    return static_cast<long long>(opaque(static_cast<u32>(number >> 32))) << 32 | opaque(static_cast<u32>(number));
+    return static_cast<long long>(opaque(number >> 32)) << 32 | opaque(static_cast<u32>(number));
 }
 
 // One consumer's view of a part.

@@ -83,7 +83,7 @@ class KeyFormat(NamedTuple):
 
 
 FORMATS = {
-    "e4m3": KeyFormat("fp8_scores.cu", 0, 128, Tiles(256, 16), Tiles(128, 22), 2, 216, 72),
+    "e4m3": KeyFormat("fp8_scores.cu", 0, 128, Tiles(512, 10), Tiles(128, 22), 2, 216, 72),
     "bf16": KeyFormat("scores.cu", 1, 256, Tiles(512, 3), Tiles(128, 9), 3, 152, 56),
     "e2m1": KeyFormat("scores.cu", 2, 64, Tiles(512, 15), Tiles(128, 30), 3, 152, 56),
 }
