@@ -166,14 +166,14 @@ __device__ __forceinline__ void copy_queries(const ScoreParams& params, u32 memo
         const u32 queries = memory + QUERIES + buffer * QUERY_BUFFER;
         const int columns = count * HEADS;
         // Eight lanes read a query, which has 128 bytes.
-#pragma unroll 8
+#pragma unroll 4
         for (int unit = thread; unit < columns * 8; unit += LOADERS) {
             const int token = unit / 8 / HEADS, head = unit / 8 % HEADS;
             const auto* query = params.q + (first + token) * params.q_token_stride + head * params.q_head_stride;
             shared_store4(queries + swizzled(query_row(token, head), unit % 8), reinterpret_cast<const uint4*>(query)[unit % 8]);
         }
         const u32 weights = memory + WEIGHTS + buffer * COLUMNS * 4;
-#pragma unroll 3
+#pragma unroll 1
         for (int column = thread; column < columns; column += LOADERS) {
             const int token = column / HEADS, head = column % HEADS;
             const float weight = load_weight(params, (first + token) * params.weight_token_stride + head * params.weight_head_stride);
