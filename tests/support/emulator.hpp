@@ -231,7 +231,6 @@ enum Operand { FP16, BF16 };
 inline uint4* shared_memory() { return emulator::current->cta->memory; }
 
 inline u32 opaque(u32 number) { return number; }
-inline float opaque_float(float number) { return number; }
 
 inline u32 cluster_rank() { return emulator::current->cta->rank; }
 inline u32 cluster_size() { return emulator::ctas.size(); }

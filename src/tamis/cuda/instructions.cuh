@@ -19,12 +19,6 @@ __device__ __forceinline__ u32 opaque(u32 number) {
     return number;
 }
 
-// The same for a float.
-__device__ __forceinline__ float opaque_float(float number) {
-    asm volatile("" : "+f"(number));
-    return number;
-}
-
 // Returns a value that is equal in all lanes. The reduction over the warp makes the compiler keep the value, and everything
 // computed from it, in uniform registers instead of one register per lane.
 __device__ __forceinline__ u32 warp_uniform(u32 same) {

@@ -320,12 +320,6 @@ struct Quartets {
 
     __device__ __forceinline__ explicit Quartets(const Scorer& scorer) : scorer(scorer) { load_weights(weights, scorer.weights); }
 
-    // Keeps the compiler from moving additions behind the next product, which would take copies of its accumulators.
-    __device__ __forceinline__ void settle() {
-#pragma unroll
-        for (int i = 0; i < 8; ++i) sums[i / 2][i % 2] = opaque_float(sums[i / 2][i % 2]);
-    }
-
     // Adds the products of a chunk, and stores the scores of the quartets that end in it.
     template <int NUMBER, class Place>
     __device__ __forceinline__ void add(const float (&acc)[CHUNK / 2], const Place& block, bool all_seen) {
@@ -379,7 +373,7 @@ struct FewTokens {
 };
 
 // Scores this consumer's blocks of a part, with as many products of each as the tile's tokens need. Both are issued at once; while
-// the second is added up, the other consumer's run.
+// the second is added up, the other consumer's run. A product in flight from one block to the next gained nothing.
 template <int PRODUCTS, class Tokens, class Place>
 __device__ __forceinline__ void score_blocks(const Scorer& scorer, Tokens& tokens, Place& block, int blocks) {
     float one[CHUNK / 2], two[CHUNK / 2];
@@ -401,42 +395,6 @@ __device__ __forceinline__ void score_blocks(const Scorer& scorer, Tokens& token
             tokens.template add<0>(one, block, all_seen);
         }
         block.advance();
-    }
-}
-
-// The same for two blocks at a time, so that the next product is in flight while all but the last one are added up. If one were
-// in flight from one iteration to the next, the compiler would make every wgmma wait for the one before.
-template <class Place>
-__device__ __forceinline__ void score_pairs(const Scorer& scorer, Quartets& tokens, Place& block, int pairs) {
-    float one[CHUNK / 2], two[CHUNK / 2];
-#pragma unroll 1
-    for (int i = 0; i < pairs; ++i) {
-        block.wait();
-        scorer.multiply(one, block, 0);
-        scorer.multiply(two, block, 1);
-        block.load();
-        Place next = block;
-        next.advance();
-        const bool all_seen = scorer.all_seen(block);
-        wgmma_wait<1>(one);
-        tokens.template add<0>(one, block, all_seen);
-        tokens.settle();
-        next.wait();
-        scorer.multiply(one, next, 0);
-        wgmma_wait<1>(two);
-        block.release();
-        tokens.template add<1>(two, block, all_seen);
-        tokens.settle();
-        scorer.multiply(two, next, 1);
-        next.load();
-        const bool next_seen = scorer.all_seen(next);
-        wgmma_wait<1>(one);
-        tokens.template add<0>(one, next, next_seen);
-        wgmma_wait<0>(two);
-        next.release();
-        tokens.template add<1>(two, next, next_seen);
-        next.advance();
-        block = next;
     }
 }
 
@@ -468,8 +426,7 @@ __device__ __forceinline__ void score(const ScoreParams& params, u32 memory, int
             Quartets quartets(scorer);
             if (divided) {
                 Block<1> block(memory, number, position, row);
-                score_pairs(scorer, quartets, block, blocks / 2);
-                score_blocks<2>(scorer, quartets, block, blocks % 2);
+                score_blocks<2>(scorer, quartets, block, blocks);
             } else {
                 Block<CONSUMERS> block(memory, number + skip, position + skip * BLOCK, row);
                 score_blocks<2>(scorer, quartets, block, mine);
