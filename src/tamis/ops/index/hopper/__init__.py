@@ -1,6 +1,6 @@
 """Stage `index` on Hopper: CUDA C++ kernels score and select, Triton kernels prepare queries and keys.
 
-Scores of head counts and key formats that `scores.cu` does not have are computed in Triton; see `scores.serves`. So are
+Scores of head counts and key formats that no source has are computed in Triton; see `scores.serves`. So are
 the scores of positions in candidate blocks.
 """
 
