@@ -8,9 +8,11 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from tamis.cuda import tile_map
 from tamis.cuda.compiler import Program
 from tamis.cuda.launch import Driver, Kernel, Launch, kernel
 from tamis.cuda.params import Float, Int, Long, Pointer, params_format
+from tamis.cuda.tile_map import MAP_BYTES, TileMap
 
 CONTEXT, FUNCTION, OTHER = 0x1000, 0x2000, 0x3000
 
@@ -107,10 +109,11 @@ class FakeCuda:
     def cuLaunchKernelEx(self, config, function, pointers, extra):
         config = config._obj
         letters = f"@{params_format(self.params).letters}"
-        (pointer,) = pointers
+        pointer, *maps = pointers
         values = list(struct.unpack(letters, ctypes.string_at(pointer, struct.calcsize(letters))))
         options = {a.name: list(a.value[:3]) for a in config.attributes[: config.attribute_count]}
         assert extra is None
+        self.maps = [ctypes.string_at(address, MAP_BYTES) for address in maps]
         where = self.current[-1], function.value, config.stream
         self.log.append(("launch", *where, list(config.grid), list(config.block), config.shared, options, values))
         return self.status
@@ -325,3 +328,44 @@ def test_a_kernel_runs_on_the_current_stream_and_in_a_graph(monkeypatch: pytest.
     graph.replay()
     assert x.tolist() == [10] * 64
     assert kernel(program, "add", x.device.index, tmp_path) is made
+
+
+def test_a_tile_map_is_the_second_parameter() -> None:
+    fake = FakeCuda()
+    launch = Launch(loaded(fake), One, threads=32, mapped=True)
+    maps = [TileMap(bytes([number]) * MAP_BYTES) for number in (3, 7)]
+    launch((1, 1, 1), One(5), maps[0])
+    assert fake.log[-1][-1] == [5]
+    assert fake.maps == [bytes([3]) * MAP_BYTES]
+    prepared = launch.prepared((1, 1, 1), One(6), ())
+    prepared(0x123, (), tile_map=maps[1])
+    assert fake.maps == [bytes([7]) * MAP_BYTES]
+    assert all(one.address % 64 == 0 for one in maps)
+    launches = len(fake.log)
+    for without in (lambda: launch((1, 1, 1), One(5)), lambda: prepared(0x123, ())):
+        with pytest.raises(TypeError, match="this kernel needs a tile map"):
+            without()
+    assert len(fake.log) == launches
+    Launch(loaded(fake), One, threads=32)((1, 1, 1), One(5))
+    assert fake.maps == []
+
+
+def test_a_tile_map_describes_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the driver is told: three dimensions, the innermost 128 bytes, and strides of the outer two."""
+    told: list[list[int]] = []
+
+    def encode(out, kind, rank, address, sizes, strides, box, steps, *options):
+        ctypes.memset(out, 9, MAP_BYTES)
+        told.append([kind, rank, address.value, *sizes, *strides, *box, *steps, *options])
+        return 0
+
+    fake = FakeCuda()
+    fake.cuTensorMapEncodeTiled = encode
+    monkeypatch.setattr(tile_map, "driver", lambda: Driver(fake))
+    tile_map.tile_map.cache_clear()
+    made = tile_map.tile_map(0x4000, 64, 100, 8448, 32)
+    assert told == [[0, 3, 0x4000, 128, 64, 100, 128, 8448, 128, 32, 1, 1, 1, 1, 0, 3, 3, 0]]
+    assert ctypes.string_at(made.address, MAP_BYTES) == bytes([9]) * MAP_BYTES
+    assert tile_map.tile_map(0x4000, 64, 100, 8448, 32) is made
+    assert len(told) == 1
+    tile_map.tile_map.cache_clear()

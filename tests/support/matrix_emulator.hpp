@@ -195,6 +195,11 @@ inline void mbarrier_arrive_expect_tx(u32 barrier, u32 bytes) {
 
 inline void mbarrier_arrive(u32 barrier) { mbarrier_arrive_expect_tx(barrier, 0); }
 
+inline void mbarrier_arrive(u32 barrier, u32 count) {
+    emulator::maybe_pause();
+    for (u32 i = 0; i < count; ++i) emulator::count_arrival(barrier, 0);
+}
+
 inline void mbarrier_wait(u32 barrier, u32 parity) {
     emulator::maybe_pause();
     emulator::Mbarrier& one = emulator::mbarrier_at(barrier);
@@ -214,6 +219,44 @@ inline void bulk_copy(u32 destination, const void* source, u32 bytes, u32 barrie
     });
     emulator::maybe_pause();
 }
+
+// What the tests put into a map: five numbers of 64 bits.
+struct alignas(64) TileMap {
+    unsigned char bytes[128];
+};
+
+namespace emulator {
+
+struct PagesOfRows {
+    uint64_t address, rows, pages, page_stride, box_rows;
+};
+
+}  // namespace emulator
+
+inline void copy_tile(u32 destination, const TileMap& map, int row, int page, u32 barrier) {
+    emulator::PagesOfRows from;
+    std::memcpy(&from, map.bytes, sizeof from);
+    if ((from.address | from.page_stride) % 16) emulator::fail("a tile map is not aligned");
+    if (destination % 1024 % (from.box_rows * 128)) emulator::fail("a tile is not aligned");
+    emulator::in_flight.push_back([=] {
+        for (u32 i = 0; i < from.box_rows; ++i) {
+            const bool inside = row >= 0 && page >= 0 && row + i < from.rows && static_cast<uint64_t>(page) < from.pages;
+            const u32 target = destination + i * 128;
+            for (u32 unit = 0; unit < 8; ++unit) {
+                void* const to = shared_word(target + (unit ^ (target >> 7 & 7)) * 16);
+                const uint64_t source = from.address + page * from.page_stride + (row + i) * 128 + unit * 16;
+                if (inside) std::memcpy(to, reinterpret_cast<const void*>(source), 16);
+                else std::memset(to, 0, 16);
+            }
+        }
+        emulator::Mbarrier& one = emulator::mbarrier_at(barrier);
+        one.bytes -= from.box_rows * 128;
+        one.end_phase_if_complete();
+    });
+    emulator::maybe_pause();
+}
+
+inline void prefetch_tile_map(const TileMap&) {}
 
 template <int BYTES>
 void cp_async_zfill(u32 destination, const void* source, bool valid) {

@@ -66,9 +66,9 @@ inline void run(const Product& product) {
     if (!product.from_registers) {
         const TileOperand from(product.a);
         for (int below = 0; below < 2; ++below) {
-            for (int k = 0; k < 16; ++k) {
+            for (int k = 0; k < product.depth; ++k) {
                 const int m = row + 8 * below;
-                a[below][k] = product.value(product.a_is_mn_major ? from.mn_major(k, m) : from.k_major(m, k));
+                a[below][k] = product.value(product.a_is_mn_major ? from.mn_major(k, m) : from.k_major(m, k, product.bytes));
             }
         }
     }
@@ -184,17 +184,23 @@ void wgmma_rs(float (&d)[64], const u32 (&a)[4], unsigned long long b) {
     wgmma_rs<TYPE>(d, a, b, 1, true);
 }
 
+namespace emulator {
+
+inline float e4m3_value(u32 code) {
+    static const std::vector<float> values = [] {
+        std::vector<float> all;
+        for (u32 each = 0; each < 256; ++each) all.push_back(fp16_value(e4m3_to_fp16(each)));
+        return all;
+    }();
+    return values[code];
+}
+
+}  // namespace emulator
+
 template <int N>
-void wgmma_rs_e4m3(float (&d)[N], const u32 (&a)[4], unsigned long long b, int accumulate) {
-    const auto value = [](u32 code) { return emulator::fp16_value(emulator::e4m3_to_fp16(code)); };
-    emulator::Product product = {d, 2 * N, accumulate != 0, true, 0, b, value};
+void wgmma_ss_e4m3(float (&d)[N], unsigned long long a, unsigned long long b, int accumulate) {
+    emulator::Product product = {d, 2 * N, accumulate != 0, false, a, b, emulator::e4m3_value};
     product.depth = 32;
     product.bytes = 1;
-    for (int i = 0; i < 4; ++i) {
-        const u32* all = emulator::exchange(a[i]);
-        for (int k = 0; k < 16; ++k) {
-            product.rows[i % 2][i / 2 * 16 + k] = value(all[threadIdx.x % 32 / 4 * 4 + k / 4] >> k % 4 * 8 & 0xFF);
-        }
-    }
     emulator::issue(product);
 }

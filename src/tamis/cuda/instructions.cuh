@@ -157,6 +157,11 @@ __device__ __forceinline__ void mbarrier_arrive(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
+// Arrives `count` times.
+__device__ __forceinline__ void mbarrier_arrive(u32 barrier, u32 count) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+
 // Arrives, and makes the phase wait for `bytes` more bytes of bulk copies.
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(u32 barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
@@ -186,6 +191,23 @@ __device__ __forceinline__ void reduce_add4(float* address, float4 v, bool valid
 __device__ __forceinline__ void bulk_copy(u32 destination, const void* source, u32 bytes, u32 barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                  ::"r"(destination), "l"(source), "r"(bytes), "r"(barrier) : "memory");
+}
+
+// A driver's description of pages of rows of 128 bytes (CUtensorMap), a parameter of the kernel of its own.
+struct alignas(64) TileMap {
+    unsigned char bytes[128];
+};
+
+// Starts the copy of a box of rows of a page, into the 128-byte swizzle (see `tiles.cuh`). How many rows, the map says. Rows past
+// the end of a page are written as zeros, and their bytes count like those of others.
+__device__ __forceinline__ void copy_tile(u32 destination, const TileMap& map, int row, int page, u32 barrier) {
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
+                 ::"r"(destination), "l"(&map), "r"(0), "r"(row), "r"(page), "r"(barrier) : "memory");
+}
+
+// Fetches a map before its first use.
+__device__ __forceinline__ void prefetch_tile_map(const TileMap& map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
 // Orders this thread's accesses to shared memory with those of the async proxy, that is of bulk copies and wgmma.

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,6 +19,9 @@ from tamis.arithmetic import round_up
 from tamis.cuda.compiler import Program, architecture, compiled
 from tamis.cuda.device import current_stream
 from tamis.cuda.params import field_places, params_format
+
+if TYPE_CHECKING:
+    from tamis.cuda.tile_map import TileMap
 
 # Constants of cuda.h.
 SHARED_PER_BLOCK_OPTIN = 97
@@ -151,21 +154,23 @@ class Launch:
         shared: int = 0,
         cluster: int = 1,
         overlap: bool = False,
+        mapped: bool = False,
     ) -> None:
         """Prepare launches of a kernel.
 
         Args:
-            kernel: the kernel to launch; its one parameter is a struct.
+            kernel: the kernel to launch; its parameter is a struct.
             params: the NamedTuple that describes the struct (see `tamis.cuda.params`).
             threads: threads per CTA.
             shared: bytes of dynamic shared memory per CTA.
             cluster: CTAs per cluster, along the grid's first axis.
             overlap: programmatic dependent launch (PDL): start while the kernel before it in the stream still runs;
                 the kernel itself must execute `griddepcontrol.wait` before it reads what the previous one writes.
+            mapped: whether the kernel has a second parameter, a `TileMap`, which every launch gives.
         """
         if shared > kernel.shared_limit:
             raise ValueError(f"shared must be at most {kernel.shared_limit} on this device, got {shared}")
-        self.kernel, self.params, self._cluster = kernel, params, cluster
+        self.kernel, self.params, self.mapped, self._cluster = kernel, params, mapped, cluster
         self._launch = kernel.driver.library.cuLaunchKernelEx
         self._get_current = kernel.driver.library.cuCtxGetCurrent
         self._block, self._shared = (ctypes.c_uint * 3)(threads, 1, 1), shared
@@ -181,13 +186,14 @@ class Launch:
                 kernel.set_attribute(FUNCTION_NON_PORTABLE_CLUSTER, 1)
         self._own = threading.local()
 
-    def __call__(self, grid: tuple[int, int, int], params: tuple[Any, ...]) -> None:
+    def __call__(self, grid: tuple[int, int, int], params: tuple[Any, ...], tile_map: "TileMap | None" = None) -> None:
         """Launch on the current stream of the kernel's device."""
         try:
             memory = self._own.memory
         except AttributeError:
             memory = self._own.memory = _Memory(self)
         memory.pack(params)
+        memory.take(tile_map)
         memory.config.grid[:] = grid
         memory.config.stream = current_stream(self.kernel.device)
         current = ctypes.c_void_p()
@@ -237,16 +243,24 @@ class _Memory:
 
     def __init__(self, launch: Launch) -> None:
         letters, self._plain, self._nested = params_format(launch.params)
+        self._mapped = launch.mapped
         packing = struct.Struct(f"@{letters}")
         self._pack_into = packing.pack_into
         self.params = ctypes.create_string_buffer(round_up(packing.size, 8))  # can be seen as words
-        self.pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.params))
+        self.pointers = (ctypes.c_void_p * (1 + launch.mapped))(ctypes.addressof(self.params))
         count = len(launch._attributes)
         self.attributes = (_Attribute * max(1, count))(*launch._attributes)
         self.config = _Config(
             block=launch._block, shared=launch._shared, attributes=self.attributes, attribute_count=count
         )
         self.reference = ctypes.byref(self.config)
+
+    def take(self, tile_map: "TileMap | None") -> None:
+        """Pass a map as the second parameter, if the kernel has one. The driver copies it at the launch."""
+        if self._mapped:
+            if tile_map is None:
+                raise TypeError("this kernel needs a tile map")
+            self.pointers[1] = tile_map.address
 
     def pack(self, params: tuple[Any, ...]) -> None:
         """Pack all parameters."""
@@ -284,7 +298,9 @@ class PreparedLaunch:
             raise TypeError(f"addresses must be pointers and factor a float, got {wrong or factor}")
         self._own = threading.local()
 
-    def __call__(self, stream: int, addresses: Sequence[int], factor: float = 0.0) -> None:
+    def __call__(
+        self, stream: int, addresses: Sequence[int], factor: float = 0.0, tile_map: "TileMap | None" = None
+    ) -> None:
         """Launch on a stream, given by its handle, of the kernel's device, which must be the current one."""
         try:
             memory, words, floats = self._own.memory
@@ -294,6 +310,7 @@ class PreparedLaunch:
             words[word] = address
         if self._factor is not None:
             floats[self._factor] = factor
+        memory.take(tile_map)
         memory.config.stream = stream
         status = self._run(memory.reference, self._function, memory.pointers, None)
         if status:

@@ -126,10 +126,15 @@ __device__ __forceinline__ void wgmma_rs(float (&d)[64], const u32 (&a)[4], unsi
     WGMMA("", "m64n128k16", NAMES64 "}, {%64, %65, %66, %67}, %68, 1, 1, 1, 1;", D64(0), FRAGMENT, "l"(b))
 }
 
-// d[64, 64] (+)= a[64, 32] b[64, 32]^T of e4m3 numbers, b K-major.
-__device__ __forceinline__ void wgmma_rs_e4m3(float (&d)[32], const u32 (&a)[4], unsigned long long b, int accumulate) {
-    asm volatile(IF("%37") "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 {" NAMES32 "}, {%32, %33, %34, %35}, %36, p, 1, 1;\n}"
-                 : D32(0) : FRAGMENT, "l"(b), "r"(accumulate));
+// d[64, 64] (+)= a[64, 32] b[64, 32]^T of e4m3 numbers, both K-major; with 128 columns below.
+__device__ __forceinline__ void wgmma_ss_e4m3(float (&d)[32], unsigned long long a, unsigned long long b, int accumulate) {
+    asm volatile(IF("%34") "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 {" NAMES32 "}, %32, %33, p, 1, 1;\n}"
+                 : D32(0) : "l"(a), "l"(b), "r"(accumulate));
+}
+
+__device__ __forceinline__ void wgmma_ss_e4m3(float (&d)[64], unsigned long long a, unsigned long long b, int accumulate) {
+    asm volatile(IF("%66") "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {" NAMES64 "}, %64, %65, p, 1, 1;\n}"
+                 : D64(0) : "l"(a), "l"(b), "r"(accumulate));
 }
 
 #undef D8

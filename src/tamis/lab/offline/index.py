@@ -174,10 +174,10 @@ def cuda_cases() -> Iterator[CudaCase]:
     """Scores of every format, number of heads and size of tiles, top-k with each number of threads per CTA, and the
     loss with each order of sums."""
     sizes = {"e4m3": (1,), "bf16": (2,), "e2m1": (1, 2)}  # bytes of a query's number
-    for (name, found), heads, columns in product(scores.FORMATS.items(), scores.HEADS, scores.TILES):
-        for size in sizes[name]:
-            label = f"index, {name} keys, {8 * size}-bit queries, {heads} heads, {columns} columns"
-            yield CudaCase(label, scores.program(found, heads, size, columns), scores.SHARED_BYTES)
+    for (name, found), heads in product(scores.FORMATS.items(), scores.HEADS):
+        for size, tiles in product(sizes[name], (found.prompts, found.decodes)):
+            label = f"index, {name} keys, {8 * size}-bit queries, {heads} heads, {tiles.columns} columns"
+            yield CudaCase(label, scores.program(found, heads, size, tiles), scores.SHARED_BYTES)
     for threads in (512, 1024):
         yield CudaCase(f"index, top-k, {threads} threads", program(threads), Variant(1, threads, 1).shared)
     for ordered in (False, True):

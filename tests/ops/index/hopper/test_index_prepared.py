@@ -2,11 +2,32 @@
 
 import pytest
 import torch
+from torch import Tensor
 
 from tamis.cache.layout import index_fp8
 from tamis.cache.paged import PagedCache
 from tamis.ops.index import hopper
 from tamis.ops.index.operations import IndexTopk
+
+
+def call_of(q: Tensor, workspace_bytes: int = 1 << 20) -> IndexTopk:
+    """A call for these queries over one page of 64 keys, with k = 3."""
+    tokens = len(q)
+    ones = torch.ones(tokens, dtype=torch.int32, device="cpu")
+    return IndexTopk(
+        q,
+        torch.ones(tokens, 64, dtype=torch.float32, device="cpu"),
+        PagedCache(index_fp8(), 1, 64),
+        torch.zeros_like(ones),
+        torch.zeros(1, 1, dtype=torch.int32, device="cpu"),
+        ones,
+        3,
+        workspace_bytes,
+        tokens,
+        torch.zeros(tokens, 3, dtype=torch.int32, device="cpu"),
+        None,
+        "hopper",
+    )
 
 
 def test_unaligned_addresses_leave_the_remembered_launch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -17,25 +38,41 @@ def test_unaligned_addresses_leave_the_remembered_launch(monkeypatch: pytest.Mon
     monkeypatch.setattr(hopper.scores, "prepare_scores", lambda call, out: lambda stream, given: ran.append("scores"))
     monkeypatch.setattr(hopper.topk, "prepare_topk", lambda *shape: lambda stream, given: ran.append("top-k"))
     monkeypatch.setattr(hopper, "index_topk", lambda call: ran.append("all"))
-    one, cpu = torch.ones(1, dtype=torch.int32, device="cpu"), torch.device("cpu")
-    room = torch.zeros(64 * 128 + 16, dtype=torch.uint8, device=cpu)
+    room = torch.zeros(64 * 128 + 16, dtype=torch.uint8, device="cpu")
     queries = [room[first : first + 64 * 128].view(torch.float8_e4m3fn).view(1, 64, 128) for first in (0, 1, 16)]
-    call = IndexTopk(
-        queries[0],
-        torch.ones(1, 64, dtype=torch.float32, device=cpu),
-        PagedCache(index_fp8(), 1, 64),
-        torch.zeros_like(one),
-        torch.zeros(1, 1, dtype=torch.int32, device=cpu),
-        one,
-        1,
-        1 << 20,
-        1,
-        torch.zeros(1, 1, dtype=torch.int32, device=cpu),
-        None,
-        "hopper",
-    )
+    call = call_of(queries[0])
     run = hopper.prepare_index_topk(call)
     assert run is not None
     for q in queries:
         run(call._replace(q=q))
     assert ran == ["scores", "top-k", "all", "scores", "top-k"]
+
+
+def test_a_small_workspace_takes_several_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five tokens, of which the workspace holds the scores of two: each launch gets the addresses of its own tokens."""
+    ran: list[tuple[int, ...]] = []
+
+    def prepare_scores(some: IndexTopk, out: Tensor):
+        size = len(some.q)
+        assert out.shape == (size, 64)
+        return lambda stream, given: ran.append((size, *given))
+
+    def prepare_topk(tokens: int, width: int, k: int, device: torch.device):
+        return lambda stream, given: ran.append((tokens, *given))
+
+    monkeypatch.setattr(hopper, "device_index", lambda device: 0)
+    monkeypatch.setattr(hopper, "current_stream", lambda index: 0)
+    monkeypatch.setattr(hopper.scores, "prepare_scores", prepare_scores)
+    monkeypatch.setattr(hopper.topk, "prepare_topk", prepare_topk)
+    q = torch.zeros(5, 64, 128, dtype=torch.float8_e4m3fn, device="cpu")
+    call = call_of(q, workspace_bytes=2 * 64 * 4)
+    run = hopper.prepare_index_topk(call)
+    assert run is not None
+    run(call)
+    scored, selected = ran[::2], ran[1::2]
+    tensors = q, call.weights, call.request_ids, call.lengths
+    for (first, size), score, select in zip(((0, 2), (2, 2), (4, 1)), scored, selected, strict=True):
+        queries, weights, ids, lengths = (t[first:].data_ptr() for t in tensors)
+        assert (score[0], score[1], score[2]) == (size, queries, weights)
+        assert (score[5], score[6], score[7]) == (ids, call.block_table.data_ptr(), lengths)
+        assert select == (size, score[8], lengths, call.out[first:].data_ptr())

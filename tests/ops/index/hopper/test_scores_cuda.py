@@ -1,5 +1,6 @@
 """Index scores in CUDA C++: the source runs on the host, with threads in random order, against plain torch."""
 
+import struct
 from pathlib import Path
 
 import on_host
@@ -12,14 +13,18 @@ from tamis.cache.layout import Layout, index_fp8, index_mxfp4, rows
 from tamis.cache.paged import PagedCache
 from tamis.ops import index_scores, ragged_scores
 from tamis.ops.index.hopper import scores
+from tamis.ops.index.hopper.score_params import ScoreParams, key_pages
 from tamis.ops.index.operations import IndexScores, RaggedScores
 
 ENTRY = """
-extern "C" __attribute__((visibility("default"))) void run(int ctas, int seed, const ScoreParams* params) {
+extern "C" __attribute__((visibility("default"))) void run(
+    int ctas, int seed, const ScoreParams* params, const void* pages) {
   emulator::random_order.seed(seed);
+  TileMap map;
+  std::memcpy(map.bytes, pages, sizeof(emulator::PagesOfRows));
   for (int cta = 0; cta < ctas; ++cta) {
     emulator::start_wgmma_cta(ctas);
-    emulator::run_cluster(cta, 1, USED, [&] { index_scores(*params); });
+    emulator::run_cluster(cta, 1, USED, [&] { index_scores(*params MAP); });
     emulator::check_finished();
   }
 }
@@ -31,13 +36,19 @@ LAYOUTS = {"e4m3": index_fp8(), "bf16": rows(BF16, latent=128, rope=0), "e2m1": 
 class Emulated:
     """The kernel for a format, compiled for the host."""
 
-    def __init__(self, folder: Path, name: str, heads: int, query: torch.dtype, columns: int = scores.COLUMNS) -> None:
-        program = scores.program(scores.FORMATS[name], heads, query.itemsize, columns)
-        source = f'#include "warpgroup_emulator.hpp"\n{program.source}{ENTRY}'
+    def __init__(self, folder: Path, name: str, heads: int, query: torch.dtype, *, few: bool = False) -> None:
+        self.format = scores.FORMATS[name]
+        tiles = self.format.decodes if few else self.format.prompts
+        program = scores.program(self.format, heads, query.itemsize, tiles)
+        entry = ENTRY.replace("MAP", ", map" if self.format.mapped else "")
+        source = f'#include "warpgroup_emulator.hpp"\n{program.source}{entry}'
         self._run = on_host.load(folder, source, [*program.options, "-I", str(Path(scores.__file__).parent)]).run
 
-    def __call__(self, params: scores.ScoreParams, *, ctas: int = 3, seed: int = 0) -> None:
-        self._run(ctas, seed, on_host.packed(params))
+    def params(self, call: IndexScores, *, fill: bool = True) -> ScoreParams:
+        return scores.paged_params(self.format, call, call.out, fill=fill)
+
+    def __call__(self, params: ScoreParams, *, ctas: int = 3, seed: int = 0) -> None:
+        self._run(ctas, seed, on_host.packed(params), struct.pack("@5q", *key_pages(params)))
 
 
 def integers(*shape: int, seed: int, dtype: torch.dtype = torch.float32, most: int = 2) -> Tensor:
@@ -115,7 +126,7 @@ def test_scores_of_a_prompt(host_folder: Path, name: str, heads: int, query: tor
     """Eleven tokens of one request: a whole tile and a part of one, causal, with the last block cut off."""
     call = paged_call(name, heads, query, [0] * 11, list(range(180, 191)), table_width=3)
     emulated = Emulated(host_folder, name, heads, query)
-    emulated(scores.paged_params(call, call.out, fill=True))
+    emulated(emulated.params(call))
     assert torch.equal(call.out, expected(call))
 
 
@@ -132,22 +143,23 @@ def test_scores_of_several_requests(host_folder: Path, page_size: int) -> None:
     sane = capped._replace(request_ids=call.request_ids.clone().clamp_max(3))
     want = expected(sane)
     want[0] = -torch.inf
-    params = scores.paged_params(call, call.out, fill=True)
-    Emulated(host_folder, "e4m3", 64, E4M3)(params, ctas=4, seed=page_size)
+    emulated = Emulated(host_folder, "e4m3", 64, E4M3)
+    emulated(emulated.params(call), ctas=4, seed=page_size)
     assert torch.equal(call.out, want)
 
 
 @pytest.mark.parametrize(("name", "heads", "query"), CASES)
 def test_scores_of_decodes(host_folder: Path, name: str, heads: int, query: torch.dtype) -> None:
     """Tiles of few tokens: as many of each request as fit, and decodes."""
-    drafts = scores.FEW_COLUMNS // heads
+    emulated = Emulated(host_folder, name, heads, query, few=True)
+    drafts = emulated.format.decodes.columns // heads
     for each in {1, 2, drafts}:
         ids = [request for request in range(3) for _ in range(each)]
         lengths = [70 + 60 * request + draft for request in range(3) for draft in range(each)]
         call = paged_call(name, heads, query, ids, lengths, table_width=4, seed=each)
-        params = scores.paged_params(call, call.out, fill=True)
+        params = emulated.params(call)
         assert params.group == each
-        Emulated(host_folder, name, heads, query, scores.FEW_COLUMNS)(params, ctas=4, seed=each)
+        emulated(params, ctas=4, seed=each)
         assert torch.equal(call.out, expected(call))
 
 
@@ -160,8 +172,8 @@ def test_a_score_does_not_depend_on_its_neighbours(host_folder: Path, ctas: int)
     weights = torch.randn(call.weights.shape, generator=seeded(2), dtype=torch.float32, device="cpu")
     call = call._replace(q=q, weights=weights)
     emulated = Emulated(host_folder, "e4m3", 64, E4M3)
-    few = Emulated(host_folder, "e4m3", 64, E4M3, scores.FEW_COLUMNS)
-    emulated(scores.paged_params(call, call.out, fill=True), ctas=ctas)
+    few = Emulated(host_folder, "e4m3", 64, E4M3, few=True)
+    emulated(emulated.params(call), ctas=ctas)
     for token in (0, 4, 9):
         one = slice(token, token + 1)
         alone = call._replace(
@@ -173,7 +185,7 @@ def test_a_score_does_not_depend_on_its_neighbours(host_folder: Path, ctas: int)
         )
         for kernel in (emulated, few):
             alone.out.fill_(-7.5e30)
-            kernel(scores.paged_params(alone, alone.out, fill=True), ctas=2)
+            kernel(kernel.params(alone), ctas=2)
             assert torch.equal(alone.out[0], call.out[token])
     want = expected(call)
     seen = want > -torch.inf
@@ -187,20 +199,23 @@ def test_a_score_does_not_depend_on_its_neighbours(host_folder: Path, ctas: int)
     assert ((call.out - want).abs() <= bound)[seen].all()
 
 
-def test_unaligned_results_are_stored_one_by_one(host_folder: Path) -> None:
-    call = paged_call("e4m3", 64, E4M3, [0, 0, 0], [60, 97, 99], table_width=2, width=101)
+@pytest.mark.parametrize(("name", "query"), [("e4m3", E4M3), ("bf16", BF16)])
+def test_unaligned_results_are_stored_one_by_one(host_folder: Path, name: str, query: torch.dtype) -> None:
+    call = paged_call(name, 64, query, [0, 0, 0], [60, 97, 99], table_width=2, width=101)
     storage = torch.full((400,), -7.5e30, dtype=torch.float32, device="cpu")
     out = storage.as_strided((3, 101), (103, 1), 1)
-    params = scores.paged_params(call, out, fill=True)
+    emulated = Emulated(host_folder, name, 64, query)
+    params = scores.paged_params(emulated.format, call, out, fill=True)
     assert not params.pairs
-    Emulated(host_folder, "e4m3", 64, E4M3)(params)
+    emulated(params)
     assert torch.equal(out, expected(call))
     assert (storage == -7.5e30).sum() == 400 - 3 * 101
 
 
 def test_nothing_is_written_past_the_blocks_of_a_tile_without_fill(host_folder: Path) -> None:
     call = paged_call("e4m3", 64, E4M3, [0, 1], [60, 70], table_width=4)
-    Emulated(host_folder, "e4m3", 64, E4M3)(scores.paged_params(call, call.out, fill=False))
+    emulated = Emulated(host_folder, "e4m3", 64, E4M3)
+    emulated(emulated.params(call, fill=False))
     want = expected(call)
     assert torch.equal(call.out[0, :64], want[0, :64])
     assert torch.equal(call.out[1, :128], want[1, :128])
@@ -211,7 +226,8 @@ def test_nothing_is_written_past_the_blocks_of_a_tile_without_fill(host_folder: 
 @pytest.mark.parametrize("weights", [torch.bfloat16, torch.float16])
 def test_weights_of_16_bits(host_folder: Path, weights: torch.dtype) -> None:
     call = paged_call("e4m3", 64, E4M3, [0, 0], [33, 34], table_width=1, weights=weights)
-    Emulated(host_folder, "e4m3", 64, E4M3)(scores.paged_params(call, call.out, fill=True))
+    emulated = Emulated(host_folder, "e4m3", 64, E4M3)
+    emulated(emulated.params(call))
     assert torch.equal(call.out, expected(call))
 
 
@@ -221,7 +237,8 @@ def test_nan_and_infinity_stay_with_their_own_scores(host_folder: Path) -> None:
     call.weights[4, 9] = torch.inf
     call.cache.field(call.cache.layout.values)[1, 3, 7] = 0xFF
     call.cache.field(call.cache.layout.scales)[2, 9] = torch.inf
-    Emulated(host_folder, "e4m3", 64, E4M3)(scores.paged_params(call, call.out, fill=True))
+    emulated = Emulated(host_folder, "e4m3", 64, E4M3)
+    emulated(emulated.params(call))
     torch.testing.assert_close(call.out, expected(call), rtol=0, atol=0, equal_nan=True)
 
 
@@ -235,7 +252,8 @@ def test_infinite_products_are_rectified(host_folder: Path, sign: float) -> None
     keys.fill_(1.0)
     keys[1, 5, 0] = torch.inf
     call.weights.fill_(1.0)
-    Emulated(host_folder, "bf16", 64, BF16)(scores.paged_params(call, call.out, fill=True))
+    emulated = Emulated(host_folder, "bf16", 64, BF16)
+    emulated(emulated.params(call))
     want = torch.full((64,), 64.0 if sign > 0 else 0.0)
     want[5] = torch.inf if sign > 0 else 0.0
     assert torch.equal(call.out[0], want)

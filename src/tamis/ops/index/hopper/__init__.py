@@ -1,6 +1,6 @@
 """Stage `index` on Hopper: CUDA C++ kernels score and select, Triton kernels prepare queries and keys.
 
-Scores of head counts and key formats that `scores.cu` does not have are computed in Triton; see `scores.serves`. So are
+Scores of head counts and key formats that no source has are computed in Triton; see `scores.serves`. So are
 the scores of positions in candidate blocks.
 """
 
@@ -113,48 +113,67 @@ def _score_chunk(call: IndexTopk, out: Tensor) -> None:
 
 
 def prepare_index_topk(call: IndexTopk) -> Callable[[IndexTopk], None] | None:
-    """Launches for calls like this one, if the workspace holds the scores of all tokens and nothing is copied."""
+    """Launches for calls like this one, if nothing is copied. A workspace that does not hold the scores of all tokens
+    holds those of some at a time, as in `index_topk`."""
     tokens, width, device = call.q.shape[0], score_width(call), call.q.device
-    if call.scores is not None or not tokens or tokens > call.workspace_bytes // (4 * max(1, width)):
+    if call.scores is not None or not tokens:
         return None
-    rooms = Rooms(device, ((tokens, width), torch.float32))
-    score = _prepare_scores(call, rooms()[0])
-    if score is None:
-        return None
-    select, index = topk.prepare_topk(tokens, width, call.k, device), device_index(device)
+    most = min(tokens, max(1, call.workspace_bytes // (4 * max(1, width))))
+    rooms = Rooms(device, ((most, width), torch.float32))
+    sizes, score = {most, tokens % most or most}, {}
+    for size in sizes:
+        _, some = call.chunks(size)[0]
+        prepared = _prepare_scores(some, rooms()[0][:size], whole=size == tokens)
+        if prepared is None:
+            return None
+        score[size] = prepared
+    select = {size: topk.prepare_topk(size, width, call.k, device) for size in sizes}
+    parts = [(first, min(most, tokens - first)) for first in range(0, tokens, most)]
+    index, row = device_index(device), 4 * call.k
 
     def run(call: IndexTopk) -> None:
         stream, (held,) = current_stream(index), rooms()
-        out = held.data_ptr()
-        if score(stream, call, out) is UNALIGNED:
-            index_topk(call)
-        else:
-            select(stream, (out, call.lengths.data_ptr(), call.out.data_ptr()))
+        out, lengths, positions = held.data_ptr(), call.lengths.data_ptr(), call.out.data_ptr()
+        for first, size in parts:
+            if score[size](stream, call, out, first) is UNALIGNED:
+                index_topk(call)
+                return
+            select[size](stream, (out, lengths + 4 * first, positions + row * first))
 
     return run
 
 
-def _prepare_scores(call: IndexTopk, out: Tensor) -> Callable[[int, IndexTopk, int], str | None] | None:
-    """A launch that scores calls like this one into memory like `out`; see `scoring.prepare_scores`. Where a call's
-    addresses do not fit the launch it does nothing and returns `UNALIGNED`."""
+def _prepare_scores(
+    call: IndexTopk, out: Tensor, *, whole: bool
+) -> Callable[[int, IndexTopk, int, int], str | None] | None:
+    """A launch that scores as many tokens as this call has into memory like `out`: a function of the stream, the call,
+    the address of its scores and the first token. Where a call's addresses do not fit the launch it does nothing and
+    returns `UNALIGNED`. `whole`: whether the first token is always 0."""
     if not scores.serves(call):
-        return prepare_scores(call, out)
+        return _prepare_triton(call, out) if whole else None
     launch = scores.prepare_scores(call, out)
     if launch is None:
         return None
     keys, scales = scores.key_offsets(call.cache)
+    query = call.q.stride(0) * call.q.element_size()
+    weight = call.weights.stride(0) * call.weights.element_size()
 
-    def run(stream: int, call: IndexTopk, out: int) -> str | None:
+    def run(stream: int, call: IndexTopk, out: int, first: int) -> str | None:
         pages, q = call.cache.storage.data_ptr(), call.q.data_ptr()
         # Calls are remembered without their addresses, and the launch reads queries and pages 16 bytes at a time.
         if (pages | q) % 16:
             return UNALIGNED
-        inputs = (q, call.weights.data_ptr(), pages + keys, 0 if scales is None else pages + scales)
-        table = (call.request_ids.data_ptr(), call.block_table.data_ptr(), call.lengths.data_ptr())
-        launch(stream, (*inputs, *table, out))
+        weights, ids, ends = call.weights.data_ptr(), call.request_ids.data_ptr(), call.lengths.data_ptr()
+        inputs = (q + query * first, weights + weight * first, pages + keys, 0 if scales is None else pages + scales)
+        launch(stream, (*inputs, ids + 4 * first, call.block_table.data_ptr(), ends + 4 * first, out))
         return None
 
     return run
+
+
+def _prepare_triton(call: IndexTopk, out: Tensor) -> Callable[[int, IndexTopk, int, int], None] | None:
+    launch = prepare_scores(call, out)
+    return None if launch is None else lambda stream, call, out, _: launch(stream, call, out)
 
 
 def explain_kernels(need: "Need") -> tuple[str, list[str]]:

@@ -1,5 +1,5 @@
-// How the work of `scores.cu` is divided: tokens into tiles, and the tiles' blocks of keys among the CTAs. Included after the
-// constants and parameters of the kernel.
+// What the scorers share: how work is divided, tokens into tiles and the tiles' blocks of keys among the CTAs; pages and weights.
+// Included after the constants of the kernel, of which this uses TILE, THREADS, COSTS, WARP_COSTS and `block_cost`.
 #pragma once
 
 // ---- Tiles
@@ -10,9 +10,6 @@ struct Tile {
     int request;
     int begin, end;    // blocks of keys
 };
-
-// What a block costs, relative to one that reads keys for a few tokens only, which takes as long as its product for half a tile.
-__device__ __forceinline__ u32 block_cost(int tokens) { return tokens > TILE / 2 ? 2 : 1; }
 
 // The keys that a token sees: none if its request does not exist.
 struct Bounds {
@@ -126,6 +123,45 @@ __device__ __forceinline__ void for_each_part(const ScoreParams& params, u32 mem
             const int from_block = tile.begin + from, to_block = min(tile.begin + to, tile.end);
             before += (tile.end - tile.begin) * unit;
             if (from_block < to_block) visit(tile, from_block, to_block);
+        }
+    }
+}
+
+// ---- Memory
+
+// The pages of a block of keys, -1 where there is none.
+struct BlockPages {
+    int page[4];
+
+    __device__ __forceinline__ void look_up(const ScoreParams& params, const int* table, int block, int count, int rows) {
+#pragma unroll
+        for (int part = 0; part < 4; ++part) {
+            page[part] = -1;
+            if (part >= count) continue;
+            const int key = block * BLOCK + part * rows, column = key / params.page_size;
+            if (table == nullptr) page[part] = key < params.listed_keys ? column : -1;
+            else if (column < params.table_width) page[part] = table[column];
+            if (table != nullptr && page[part] >= params.pages) page[part] = -1;
+        }
+    }
+};
+
+// A weight of any of the types, as float32.
+__device__ __forceinline__ float load_weight(const ScoreParams& params, long long at) {
+    if (params.weight_type == 0) return static_cast<const float*>(params.weights)[at];
+    const u32 bits = static_cast<const unsigned short*>(params.weights)[at];
+    return params.weight_type == 1 ? __uint_as_float(bits << 16) : unpack_fp16(bits).x;
+}
+
+// Writes -inf past the block of each token's last key. Rows are divided among the CTAs, and among `threads` threads.
+__device__ __forceinline__ void fill_rows(const ScoreParams& params, int thread, int threads) {
+    for (int token = blockIdx.x; token < params.tokens; token += gridDim.x) {
+        const Bounds own(params, token);
+        float* const row = params.out + token * params.out_stride;
+        const int before = own.end > 0 ? own.start / BLOCK * BLOCK : 0;
+        for (int at = thread; at < before; at += threads) row[at] = __uint_as_float(MINUS_INFINITY);
+        for (int at = (own.end + BLOCK - 1) / BLOCK * BLOCK + thread; at < params.width; at += threads) {
+            row[at] = __uint_as_float(MINUS_INFINITY);
         }
     }
 }

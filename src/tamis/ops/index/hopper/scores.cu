@@ -1,8 +1,7 @@
-// Index scores with wgmma, on Hopper. CTAs are persistent, one per SM.
+// Index scores of bf16 and e2m1 keys with wgmma, on Hopper. CTAs are persistent, one per SM. `fp8_scores.cu` has e4m3 keys.
 //
-// Computes for each query token t and each key j that it sees: scale[j] * sum over heads h of weights[t, h] *
-// relu(q[t, h] . key[j]). Keys are e4m3 with one scale each, bf16, or e2m1 with an exponent per 32 values (MXFP4), in pages or
-// in one list.
+// Computes for each query token t and each key j that it sees: sum over heads h of weights[t, h] * relu(q[t, h] . key[j]). Keys
+// are bf16, in pages or in one list, or e2m1 with an exponent per 32 values (MXFP4), in pages.
 //
 // Keys are the rows (M) of the product, the heads of up to COLUMNS / HEADS tokens of one request, a tile, its columns (N). The
 // sum over heads then is a sum within a thread, and a last one within a quad of lanes. The order of all sums is fixed: a score
@@ -21,71 +20,28 @@
 // The operand in registers determines the order of dims: a lane reads 16-byte units of a key, so that its numbers belong to
 // places along K which are not neighbours. The queries in shared memory are permuted alike: see `copy_query`.
 //
-// Budget for 64 keys and 8 tokens of 64 heads, e4m3 (H200): 1,024 cycles of wgmma. Shared memory: products read queries in 512
-// cycles, lanes their weights in 512, since equal addresses in several lanes are no cheaper than different ones; keys take 66
-// to write and 64 to read, shuffles 64: 1,218 in all, which bounds the kernel before the products do. Per warp about 800
-// instructions, of which 512 rectify, multiply and add.
-//
 // Defined by the host: KEYS (the format), HEADS (16, 32 or 64), QUERY_BYTES (of a number: 1 or 2), COLUMNS, STAGES, THREADS,
 // SHARED_BYTES, PARAMS_BYTES, and the registers per thread of the roles: SCORE_REGISTERS, PRODUCE_REGISTERS.
 #include "instructions.cuh"
 #include "warpgroups.cuh"
-
-// The parameters of a launch. T is the number of tokens, B of requests.
-struct ScoreParams {
-    const unsigned char* q;         // [T, HEADS, 128] numbers
-    long long q_token_stride;       // in bytes, as all strides of q
-    long long q_head_stride;
-    const void* weights;            // [T, HEADS]
-    long long weight_token_stride;  // in elements
-    long long weight_head_stride;
-    const unsigned char* keys;      // pages of keys, each with its numbers side by side, or one list of keys
-    long long key_page_stride;      // in bytes
-    const unsigned char* scales;    // the pages' scales; null if keys have none
-    long long scale_page_stride;    // in bytes
-    const int* request_ids;         // [T]; null if keys are one list, as are the block table and its sizes
-    const int* block_table;         // [B, table_width]
-    long long table_stride;         // in elements
-    const int* starts;              // [T], the first key that each token sees; null if it is 0
-    const int* ends;                // [T], one past the last
-    float* out;                     // [T, width]
-    long long out_stride;           // in elements
-    int weight_type;                // 0 float32, 1 bf16, 2 fp16
-    int pages;                      // that exist
-    int page_size;                  // 16, 32, or a multiple of 64; keys of one list are pages of 64
-    int requests;                   // B
-    int table_width;                // pages of a request
-    int listed_keys;                // keys of a request that have a column and an entry in the table; or of the list
-    int tokens;                     // T
-    int group;                      // tokens that may be one tile, at most COLUMNS / HEADS
-    int width;                      // columns of the result
-    int fill;                       // whether -inf is written past the keys that tiles see
-    int pairs;                      // whether two neighbouring scores may be stored at once
-    int joined;                     // whether a page has 64 keys, and their scales follow them
-};
-
-static_assert(sizeof(ScoreParams) == PARAMS_BYTES, "ScoreParams differs from its twin in scores.py");
+#include "score_params.cuh"
 
 // ---- Shapes
 
 // Key formats.
-constexpr int E4M3_KEYS = 0, BF16_KEYS = 1, E2M1_KEYS = 2;
-constexpr bool WIDE = KEYS != E4M3_KEYS;  // whether products are of 16-bit numbers
-constexpr bool SCALED = KEYS != BF16_KEYS;
-constexpr bool DOUBLED = KEYS == E4M3_KEYS;  // every second head's logits are doubled, see `rectified`
-constexpr int BLOCK = 64, WARPS = 4;  // keys of a block, warps of a warpgroup
+constexpr int BF16_KEYS = 1, E2M1_KEYS = 2;
+constexpr bool SCALED = KEYS == E2M1_KEYS;
+constexpr int WARPS = 4;  // of a warpgroup
 constexpr int CONSUMERS = THREADS / 128 - 1;   // warpgroups
 constexpr int CHUNK = 64;                      // columns of a product
 constexpr int TILE = COLUMNS / HEADS;          // most tokens of a tile
 constexpr int CHUNK_TOKENS = CHUNK / HEADS;
 constexpr int MOST_CHUNKS = COLUMNS / CHUNK;   // of a tile
-constexpr int K_TILES = WIDE ? 2 : 1;          // tiles of 128 bytes along K
-constexpr int STEPS = WIDE ? 8 : 4;            // wgmma along K
-constexpr int KEY_BYTES = KEYS == E4M3_KEYS ? 128 : KEYS == BF16_KEYS ? 256 : 64;
-constexpr int SCALE_BYTES = SCALED ? 4 : 0;    // of a key: a float, or four exponents
-constexpr int MOST_GROUPS = 2048;              // groups of tokens in a launch
+constexpr int K_TILES = 2;                     // tiles of 128 bytes along K
+constexpr int STEPS = 8;                       // wgmma along K
+constexpr int KEY_BYTES = SCALED ? 64 : 256;
+constexpr int SCALE_BYTES = SCALED ? 4 : 0;    // of a key: four exponents
 constexpr int LOADERS = 96;                    // threads that copy queries
-constexpr u32 MINUS_INFINITY = 0xFF800000u;
 
 // ---- Shared memory
 
@@ -99,7 +55,7 @@ struct Part {
 };
 
 constexpr u32 CHUNK_BYTES = K_TILES * CHUNK * 128, QUERY_BUFFER = MOST_CHUNKS * CHUNK_BYTES;
-constexpr int BUFFERS = WIDE && COLUMNS == 512 ? 1 : 2;  // two buffers of as many 16-bit queries do not fit
+constexpr int BUFFERS = COLUMNS == 512 ? 1 : 2;  // two buffers of as many queries do not fit
 constexpr u32 STAGE_BYTES = BLOCK * (KEY_BYTES + SCALE_BYTES);
 constexpr u32 QUERIES = 0;                                       // [BUFFERS][MOST_CHUNKS][K_TILES][CHUNK][128 bytes]
 constexpr u32 RING = QUERIES + BUFFERS * QUERY_BUFFER;           // [STAGES] keys, then scales
@@ -119,28 +75,14 @@ static_assert(STAGES % CONSUMERS == 0, "each consumer has its own stages");
 // A CTA has the registers that it is launched with, as many for every thread. More than these would be waited for in vain.
 static_assert(PRODUCE_REGISTERS + CONSUMERS * SCORE_REGISTERS <= THREADS / 128 * (65536 / THREADS / 8 * 8), "too many registers");
 
+// What a block costs, relative to one that reads keys for a few tokens only, which takes as long as its product for half a tile.
+__device__ __forceinline__ u32 block_cost(int tokens) { return tokens > TILE / 2 ? 2 : 1; }
+
 #include "score_parts.cuh"
 
 // ---- Producers
 
 __device__ __forceinline__ u32 stage_address(u32 memory, int stage) { return memory + RING + stage * STAGE_BYTES; }
-
-// The pages of a block of keys, -1 where there is none.
-struct BlockPages {
-    int page[4];
-
-    __device__ __forceinline__ void look_up(const ScoreParams& params, const int* table, int block, int count, int rows) {
-#pragma unroll
-        for (int part = 0; part < 4; ++part) {
-            page[part] = -1;
-            if (part >= count) continue;
-            const int key = block * BLOCK + part * rows, column = key / params.page_size;
-            if (table == nullptr) page[part] = key < params.listed_keys ? column : -1;
-            else if (column < params.table_width) page[part] = table[column];
-            if (table != nullptr && page[part] >= params.pages) page[part] = -1;
-        }
-    }
-};
 
 // Copies the blocks of keys of all parts. By one warp: a lane copies a block. Half of the stages are filled at once, while
 // consumers work on the other half.
@@ -163,20 +105,12 @@ __device__ __forceinline__ void copy_keys(const ScoreParams& params, u32 memory,
             if (lane < BATCH && block < to) {
                 const u32 stage = number % STAGES, full = memory + FULL + stage * 8, address = stage_address(memory, stage);
                 const int present = listed ? min(rows, params.listed_keys - block * BLOCK) : rows;
-                // The last scales of a list may be no multiple of 16 bytes.
-                const int scales_bytes = present / 4 * 4 * SCALE_BYTES;
                 mbarrier_wait(memory + EMPTY + stage * 8, number / STAGES % 2 ^ 1);
                 u32 exist = 0, bytes = 0;
 #pragma unroll
                 for (int part = 0; part < 4; ++part) {
                     if (own.page[part] < 0) continue;
-                    exist |= sixteens << part * (rows / 16), bytes += present * KEY_BYTES + scales_bytes;
-                }
-                if (SCALED && exist != 0) {
-                    for (int at = present / 4 * 4; at < present; ++at) {
-                        const u32 scale = reinterpret_cast<const u32*>(params.scales)[block * BLOCK + at];
-                        shared_store(address + BLOCK * KEY_BYTES + at * 4, scale);
-                    }
+                    exist |= sixteens << part * (rows / 16), bytes += present * (KEY_BYTES + SCALE_BYTES);
                 }
                 shared_store(memory + PRESENT + stage * 4, exist);
                 mbarrier_arrive_expect_tx(full, bytes);
@@ -191,9 +125,9 @@ __device__ __forceinline__ void copy_keys(const ScoreParams& params, u32 memory,
                         continue;
                     }
                     bulk_copy(to_keys, keys, present * KEY_BYTES, full);
-                    if (SCALED && scales_bytes > 0) {
+                    if (SCALED) {
                         const auto* scales = params.scales + own.page[part] * params.scale_page_stride + within * SCALE_BYTES;
-                        bulk_copy(address + BLOCK * KEY_BYTES + part * rows * SCALE_BYTES, scales, scales_bytes, full);
+                        bulk_copy(address + BLOCK * KEY_BYTES + part * rows * SCALE_BYTES, scales, rows * SCALE_BYTES, full);
                     }
                 }
             }
@@ -211,7 +145,7 @@ __device__ __forceinline__ uint2 e4m3x4_to_bf16(u32 codes) {
     return make_uint2(pack_bf16(first.x, first.y), pack_bf16(second.x, second.y));
 }
 
-// Copies 32 dims of one head's query, as 16-bit numbers, or 64 dims of 8 bits. `part` is their number, `column` that of the
+// Copies 32 dims of one head's query, as 16-bit numbers. `part` is their number, `column` that of the
 // head in the tile. The word at (step s, half h, lane l) along K is word 16 * part + 4 * l + s % 4 of the query where 2 * (s / 4)
 // + h is the part; for e2m1 keys it has the numbers 8 * v + n and 8 * v + n + 4 of part l, where 4 * v + n = 2 * s + h.
 __device__ __forceinline__ void copy_query(const unsigned char* head, u32 queries, int column, int part) {
@@ -257,12 +191,6 @@ __device__ __forceinline__ void copy_query(const unsigned char* head, u32 querie
     }
 }
 
-__device__ __forceinline__ float load_weight(const ScoreParams& params, long long at) {
-    if (params.weight_type == 0) return static_cast<const float*>(params.weights)[at];
-    const u32 bits = static_cast<const unsigned short*>(params.weights)[at];
-    return params.weight_type == 1 ? __uint_as_float(bits << 16) : unpack_fp16(bits).x;
-}
-
 // Copies the queries and weights of the tiles of all parts. By LOADERS threads, numbered by `thread`.
 __device__ __forceinline__ void copy_queries(const ScoreParams& params, u32 memory, int groups, int thread) {
     int part = 0, number = 0;
@@ -276,7 +204,7 @@ __device__ __forceinline__ void copy_queries(const ScoreParams& params, u32 memo
         }
         const u32 queries = memory + QUERIES + buffer * QUERY_BUFFER;
         const int columns = count * HEADS;
-        constexpr int PARTS_OF_A_HEAD = KEYS == E4M3_KEYS ? 2 : 4;
+        constexpr int PARTS_OF_A_HEAD = 4;  // of 32 dims
 #pragma unroll 1
         for (int piece = thread; piece < columns * PARTS_OF_A_HEAD; piece += LOADERS) {
             const int column = piece % columns;
@@ -291,7 +219,7 @@ __device__ __forceinline__ void copy_queries(const ScoreParams& params, u32 memo
                 params, token * params.weight_token_stride + column % HEADS * params.weight_head_stride);
             // Lane l of a quad has columns 8 * i + 2 * l and the next one.
             const u32 at = column / 16 * 16 + column % 8 / 2 * 4 + column / 8 % 2 * 2 + column % 2;
-            shared_store(weights + at * 4, __float_as_uint(DOUBLED && column % 2 == 0 ? 0.5f * weight : weight));
+            shared_store(weights + at * 4, __float_as_uint(weight));
         }
         if (thread < count) {
             const Bounds own(params, first + thread);
@@ -318,8 +246,7 @@ __device__ __forceinline__ u32 e2m1_to_bf16(u32 codes, u32 factor) {
 }
 
 // What is needed of a thread's two keys after the products.
-struct KeyScales {
-    float scale[2];
+struct KeyPlaces {
     int position;   // of the first key; negative if its page is absent
     bool all_seen;  // whether all tokens see the whole block, the same in all threads
 };
@@ -328,7 +255,7 @@ struct KeyScales {
 // 16, which are the keys 2 * (lane / 4) and the next one. So a thread has the scores of two neighbours.
 struct BlockKeys {
     u32 a[STEPS][4];
-    KeyScales scales;
+    KeyPlaces places;
 
     // `lane_keys` and `lane_scales` are offsets of the thread's first key and its scale in a stage.
     __device__ __forceinline__ void load(u32 block, u32 lane_keys, u32 lane_scales) {
@@ -367,11 +294,6 @@ struct BlockKeys {
                     }
                 }
             }
-            if constexpr (SCALED) {
-                const uint2 both = shared_load2(block + lane_scales);
-                scales.scale[0] = __uint_as_float(both.x);
-                scales.scale[1] = __uint_as_float(both.y);
-            }
         }
         // The operand must be complete before the first product: nothing may write its registers between two of them.
 #pragma unroll
@@ -381,21 +303,6 @@ struct BlockKeys {
         }
     }
 };
-
-// The larger of x and 0, or twice that: then the head has half of its weight in shared memory. A maximum and an addition run in
-// different units, and neither unit alone keeps up with the products. Doubling and halving are exact (but for a subnormal
-// weight), as long as x is finite, which products of e4m3 numbers are: below 2**25.
-template <bool TWICE>
-__device__ __forceinline__ float rectified(float x) {
-    return TWICE ? x + fabsf(x) : relu(x);
-}
-
-// One step of a product along K: 32 e4m3 or 16 bf16 numbers.
-template <bool OF_BF16, int N>
-__device__ __forceinline__ void wgmma_step(float (&d)[N], const u32 (&a)[4], unsigned long long b, int accumulate) {
-    if constexpr (OF_BF16) wgmma_rs<BF16>(d, a, b, accumulate);
-    else wgmma_rs_e4m3(d, a, b, accumulate);
-}
 
 // The weights of a lane's 16 columns of 64.
 struct Weights {
@@ -434,7 +341,7 @@ struct Scorer {
 #pragma unroll
         for (int step = 0; step < STEPS; ++step) {
             const unsigned long long part = advance(b, step / 4 * CHUNK * 128 + step % 4 * 32);
-            wgmma_step<WIDE>(acc, keys.a[step], part, step > 0);
+            wgmma_rs<BF16>(acc, keys.a[step], part, step > 0);
         }
         wgmma_commit();
     }
@@ -442,7 +349,7 @@ struct Scorer {
     // Waits for the product, sums over the heads of its chunk, then over the quad, and stores the scores of four tokens, or of
     // all if they are fewer.
     template <int CHUNKS>
-    __device__ __forceinline__ void finish(const KeyScales& keys, int chunk) {
+    __device__ __forceinline__ void finish(const KeyPlaces& keys, int chunk) {
         constexpr int EIGHTS = HEADS / 8, TOKENS = CHUNKS * CHUNK_TOKENS;  // n8 blocks of a token, tokens of the tile
         const int at = chunk * CHUNK_TOKENS % 4 * 2;
         Weights w;
@@ -453,8 +360,8 @@ struct Scorer {
 #pragma unroll
             for (int below = 0; below < 2; ++below) {
                 float& sum = sums[at + eight / EIGHTS * 2 + below];
-                const float one = rectified<DOUBLED>(acc[eight * 4 + below * 2]);
-                const float two = rectified<false>(acc[eight * 4 + below * 2 + 1]);
+                const float one = relu(acc[eight * 4 + below * 2]);
+                const float two = relu(acc[eight * 4 + below * 2 + 1]);
                 sum = eight % EIGHTS == 0 ? one * w.of[eight * 2] : fmaf(one, w.of[eight * 2], sum);
                 sum = fmaf(two, w.of[eight * 2 + 1], sum);
             }
@@ -467,7 +374,7 @@ struct Scorer {
     }
 
     // Lane l of a quad gets the sums of token l. Any lane adds in the order (0 + 1) + (2 + 3).
-    __device__ __forceinline__ void store_four(const KeyScales& keys, int number) {
+    __device__ __forceinline__ void store_four(const KeyPlaces& keys, int number) {
         const bool odd = threadIdx.x % 2, upper = threadIdx.x / 2 % 2;
         float score[2];
 #pragma unroll
@@ -482,7 +389,7 @@ struct Scorer {
 
     // The same for one or two tokens: lane l and others have the sums of token l, and lane l stores.
     template <int TOKENS>
-    __device__ __forceinline__ void store_few(const KeyScales& keys) {
+    __device__ __forceinline__ void store_few(const KeyPlaces& keys) {
         const bool odd = TOKENS == 2 && threadIdx.x % 2;
         float score[2];
 #pragma unroll
@@ -494,9 +401,8 @@ struct Scorer {
         store(keys, score, 0);
     }
 
-    __device__ __forceinline__ void store(const KeyScales& keys, float (&score)[2], int number) {
+    __device__ __forceinline__ void store(const KeyPlaces& keys, float (&score)[2], int number) {
         const int place = keys.position & 0x7FFFFFFF;
-        if (KEYS == E4M3_KEYS) score[0] *= keys.scale[0], score[1] *= keys.scale[1];
         if (!keys.all_seen) {
             const uint2 seen = shared_load2(bounds + number * 32);
 #pragma unroll
@@ -532,33 +438,20 @@ struct Scorer {
             keys.load(stage_address(memory, stage), lane_keys, lane_scales);
             __syncwarp();  // all lanes have read the stage
             if (lane == 0) mbarrier_arrive(memory + EMPTY + stage * 8);
-            keys.scales.position = position;
-            keys.scales.all_seen = position >= least_start && position < least_end && present == 15;
-            if (!(present >> threadIdx.x / 32 % WARPS & 1)) keys.scales.position |= 0x80000000;
+            keys.places.position = position;
+            keys.places.all_seen = position >= least_start && position < least_end && present == 15;
+            if (!(present >> threadIdx.x / 32 % WARPS & 1)) keys.places.position |= 0x80000000;
             stage += CONSUMERS;
             if (stage >= STAGES) stage -= STAGES, parity ^= 1;
             position += CONSUMERS * BLOCK;
 #pragma unroll
             for (int chunk = 0; chunk < CHUNKS; ++chunk) {
                 multiply(keys, chunk);
-                finish<CHUNKS>(keys.scales, chunk);
+                finish<CHUNKS>(keys.places, chunk);
             }
         }
     }
 };
-
-// Writes -inf past the block of each token's last key. Rows are divided among the CTAs, and among the consumers' threads.
-__device__ __forceinline__ void fill_rows(const ScoreParams& params, int thread) {
-    for (int token = blockIdx.x; token < params.tokens; token += gridDim.x) {
-        const Bounds own(params, token);
-        float* const row = params.out + token * params.out_stride;
-        const int before = own.end > 0 ? own.start / BLOCK * BLOCK : 0;
-        for (int at = thread; at < before; at += CONSUMERS * 128) row[at] = __uint_as_float(MINUS_INFINITY);
-        for (int at = (own.end + BLOCK - 1) / BLOCK * BLOCK + thread; at < params.width; at += CONSUMERS * 128) {
-            row[at] = __uint_as_float(MINUS_INFINITY);
-        }
-    }
-}
 
 __device__ __forceinline__ void score(const ScoreParams& params, u32 memory, int consumer) {
     const int lane = threadIdx.x % 32;
@@ -617,7 +510,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) index_scores(const __gr
         else copy_queries(params, memory, groups, threadIdx.x - 32);
     } else {
         warpgroup_reg_alloc<SCORE_REGISTERS>();
-        if (params.fill) fill_rows(params, threadIdx.x - 128);
+        if (params.fill) fill_rows(params, threadIdx.x - 128, CONSUMERS * 128);
         score(params, memory, warpgroup - 1);
     }
 }
