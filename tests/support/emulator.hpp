@@ -213,6 +213,7 @@ inline void atomicOr(u32* address, u32 value) {
 }
 
 inline int __popc(u32 value) { return __builtin_popcount(value); }
+inline int __clz(u32 value) { return value ? __builtin_clz(value) : 32; }
 inline int __ffs(u32 value) { return __builtin_ffs(static_cast<int>(value)); }
 inline float __uint_as_float(u32 bits) { float value; std::memcpy(&value, &bits, 4); return value; }
 inline u32 __float_as_uint(float value) { u32 bits; std::memcpy(&bits, &value, 4); return bits; }

@@ -11,43 +11,14 @@ from tamis.arithmetic import ceil_div, round_up
 from tamis.cuda.compiler import Program
 from tamis.cuda.device import device_index, sm_count
 from tamis.cuda.launch import Launch, PreparedLaunch, kernel
-from tamis.cuda.params import Int, Long, Pointer, params_bytes
+from tamis.cuda.params import params_bytes
+from tamis.ops.index.hopper.topk_params import SHARED_PER_SM, SYSTEM_SHARED, TopkParams
 
 MAX_K = 4096
 SLICE_UNIT = 128
 """The number of places of a slice is a multiple of this, 16 bytes of a bitmap."""
-SHARED_PER_SM = 228 * 1024
-SYSTEM_SHARED = 1024
-"""Bytes of shared memory that the system reserves in every CTA."""
 FIXED_BYTES = 43_536
 """Bytes set aside for the source's `SharedMemory`, enough for 1024 threads. The source checks the number."""
-
-
-class TopkParams(NamedTuple):
-    """The parameters of `topk.cu`: T rows, B requests."""
-
-    scores: Pointer
-    """float32 [T, width]."""
-    row_stride: Long
-    width: Int
-    lengths: Pointer
-    """int32 [T], the lengths of the rows; positions beyond do not count."""
-    k: Int
-    request_ids: Pointer
-    """int32 [T]; 0 without a block table."""
-    block_table: Pointer
-    """int32 [B, table_width]; 0 for none."""
-    table_stride: Long
-    requests: Int
-    table_width: Int
-    page_size: Int
-    """Positions of a page; 0 without a block table."""
-    out: Pointer
-    """int32 [T, k], contiguous."""
-    resident: Int
-    """Keys of a slice that are kept in shared memory; the others are read again."""
-    bitmap_words: Int
-    """Words of each of the two bitmaps."""
 
 
 class Variant(NamedTuple):
