@@ -35,6 +35,7 @@ constexpr bool STREAMED = STAGES > 0;
 constexpr int FULL_QUADS = 8;               // of a thread; others are odd, see `Span`
 constexpr int TILE = STREAMED ? 4 * QUADS * THREADS : 32 * THREADS;  // places
 constexpr u32 HIGHEST = 0xFF800000u;        // the key of +inf
+constexpr float HUGEST = 3.402823466e38f;   // the largest finite number
 constexpr int LISTED = 2 * MOST_K;          // scores of the list
 
 __device__ constexpr int log2_of(int power) { return power > 1 ? 1 + log2_of(power / 2) : 0; }
@@ -49,7 +50,7 @@ static_assert(LISTED <= 4 * BINS, "the places that are kept do not fit where bin
 struct alignas(128) SharedMemory {
     u32 bins[BINS];          // counts of a digit; all zero between searches
     u32 sums[2][WARPS];      // of warps, in odd and even sums over the CTA
-    u32 pivots[2][WARPS];    // sums of keys
+    float pivots[2][WARPS];  // of the interval's high and low end
     u32 bin, above, equal;   // what a search has found
     alignas(8) unsigned long long full[STREAMED ? STAGES : 1];  // mbarriers
 };
@@ -187,8 +188,21 @@ __device__ __forceinline__ u32 sorted(u32 key) {
     return key;
 }
 
+// The ends of the interval, as far as a group of 32 sorted keys or a warp knows. A sum of scores, unless the rank is beyond the
+// lowest or the highest of a group: then the highest of all that are looked at, or the lowest.
+struct Pivot {
+    bool outside;
+    bool highest;
+    float score;
+
+    __device__ __forceinline__ void add(float other) {
+        score = !outside ? score + other : highest ? fmaxf(score, other) : fminf(score, other);
+    }
+};
+
 // An interval of keys, from `low` to `high`, that is likely to have the k-th highest of the scores from place `begin` to `end`.
-// Groups of 32 scores from all over the row are sorted, and the keys at two ranks of each, around the wanted one, are averaged.
+// Groups of 32 scores from all over the row are sorted, and the scores at two ranks of each, around the wanted one, are averaged.
+// That is as good as ranks of the whole sample, and takes a fifth of its sort.
 __device__ __forceinline__ void guess(SharedMemory& shared, u32 array, int begin, int end, int k, u32& low, u32& high) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, count = end - begin;
     u32 keys[SAMPLE_GROUPS];
@@ -199,25 +213,38 @@ __device__ __forceinline__ void guess(SharedMemory& shared, u32 array, int begin
         const u32 place = begin + (part * 32 + lane) * static_cast<u32>(count) / (SAMPLE * 32);
         keys[group] = key_of(__uint_as_float(shared_load(array + 4 * place)));
     }
+#pragma unroll
+    for (int group = 0; group < SAMPLE_GROUPS; ++group) keys[group] = sorted(keys[group]);
     const float share = static_cast<float>(k) / count;
     const float error = DEVIATIONS * sqrtf(share * (1.0f - share) / SAMPLE);
-    u32 sums[2] = {0, 0};
 #pragma unroll
-    for (int group = 0; group < SAMPLE_GROUPS; ++group) {
-        keys[group] = sorted(keys[group]);
+    for (int side = 0; side < 2; ++side) {
         // Of 32 keys the one at rank r, from 0, has (r + 1) / 33 of all above it. Ranks are rounded differently in each group.
-        const float fraction = (group * WARPS + warp + 0.5f) / (SAMPLE_GROUPS * WARPS);
+        // The outermost two ranks, whose scores scatter most, are used on the side away from the wanted one only.
+        const float rank = 33.0f * (side ? share + error : share - error);
+        const bool outside = side ? rank > 32.0f : rank < 1.0f;
+        Pivot pivot = {outside, side == 0, outside ? (side ? HUGEST : -HUGEST) : 0.0f};
 #pragma unroll
-        for (int side = 0; side < 2; ++side) {
-            const int rank = static_cast<int>(33.0f * fmaxf(share + (side ? error : -error), 0.0f) + fraction) - 1;
-            const u32 key = __shfl_sync(FULL_MASK, keys[group], max(min(rank, 31), 0));
-            sums[side] += (rank < 0 ? HIGHEST : rank > 31 ? LOWEST + 1 : key) / (SAMPLE_GROUPS * WARPS);
+        for (int group = 0; group < SAMPLE_GROUPS; ++group) {
+            const float fraction = (group * WARPS + warp + 0.5f) / (SAMPLE_GROUPS * WARPS);
+            const int rounded = static_cast<int>(rank + fraction) - 1;
+            const int source = outside ? 31 * side : side ? max(min(rounded, 31), 2) : max(min(rounded, 29), 0);
+            const float score = score_of(__shfl_sync(FULL_MASK, keys[group], source));
+            const float finite = fminf(fmaxf(score, -HUGEST), HUGEST);
+            pivot.add(outside ? finite : finite / (SAMPLE_GROUPS * WARPS));
         }
+        if (lane == 0) shared.pivots[side][warp] = pivot.score;
     }
-    if (lane < 2) shared.pivots[lane][warp] = lane ? sums[1] : sums[0];
     __syncthreads();
-    high = max(sum_of_warps(shared.pivots[0], WARPS), LOWEST + 1);
-    low = min(max(sum_of_warps(shared.pivots[1], WARPS), LOWEST + 1), high);
+#pragma unroll
+    for (int side = 0; side < 2; ++side) {
+        const float rank = 33.0f * (side ? share + error : share - error);
+        Pivot pivot = {side ? rank > 32.0f : rank < 1.0f, side == 0, shared.pivots[side][lane % WARPS]};
+#pragma unroll
+        for (int step = WARPS / 2; step > 0; step /= 2) pivot.add(__shfl_xor_sync(FULL_MASK, pivot.score, step));
+        (side ? low : high) = max(key_of(pivot.score), LOWEST + 1);
+    }
+    low = min(low, high);
 }
 
 // Finds the bin of the `wanted`-th highest of the counted keys, and clears the bins. The CTA has counted.
@@ -286,8 +313,9 @@ __device__ __forceinline__ Choice choose(SharedMemory& shared, Sums& sums, u32 a
         const u32 range = high - low;
         if (range == 0) {
             u32 total;
-            const int left = static_cast<int>(k - won - sums.before(__popc(within), total));
-            for (int extra = __popc(within) - max(left, 0); extra > 0; --extra) within ^= 0x80000000u >> __clz(within);
+            const int left = max(static_cast<int>(k - won - sums.before(__popc(within), total)), 0);
+            if (left == 0) within = 0;
+            for (int extra = __popc(within) - left; extra > 0; --extra) within ^= 0x80000000u >> __clz(within);
             return {winners | within, low, true};
         }
         const int shift = max(32 - LOG_BINS - __clz(range), 0);
