@@ -43,7 +43,7 @@ __device__ constexpr int log2_of(int power) { return power > 1 ? 1 + log2_of(pow
 constexpr int LOG_BINS = log2_of(BINS);
 
 static_assert(!STREAMED || (QUADS % 2 == 1 && QUADS < FULL_QUADS), "threads' places would share banks");
-static_assert(LISTED <= 4 * BINS, "the places that are kept do not fit where bins are");
+static_assert(!STREAMED || LISTED <= 4 * BINS, "the places that are kept do not fit where bins are");
 
 // ---- Shared memory: bins, what warps tell each other, mbarriers, then the tiles, then the list's scores and positions
 
