@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tamis.arithmetic import ceil_div
 from tamis.ops.index.hopper import topk
-from tamis.ops.index.hopper.topk import Variant, memory_of, topk_positions, usual_variant
+from tamis.ops.index.hopper.topk import Variant, cluster_variant, memory_of, topk_positions
 from tamis.ops.index.hopper.topk_params import SHARED_PER_SM
 
 ENTRY = """
@@ -183,7 +183,7 @@ def test_slots_keep_the_columns_of_their_positions(emulated: Emulated) -> None:
 @pytest.mark.parametrize("width", [1, 2048, 4097, 65536, 131072, 2**20, 3 * 2**20, 10**7])
 @pytest.mark.parametrize("tokens", [1, 32, 64, 128, 133, 1024, 4096])
 def test_every_launch_fits_the_device(tokens: int, width: int) -> None:
-    variant = usual_variant(tokens, width, 132)
+    variant = cluster_variant(tokens, width, 132)
     resident, bitmap_words = memory_of(variant, width, 4096)
     assert variant.cluster in (1, 2, 4, 8, 16)
     assert (variant.shared + 1024) * variant.per_sm <= SHARED_PER_SM

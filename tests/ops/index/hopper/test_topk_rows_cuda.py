@@ -11,9 +11,9 @@ from seeds import reseed
 from test_topk_cuda import KINDS, difficult, expected, slots_of, unaligned
 from torch import Tensor
 
-from tamis.ops.index.hopper import topk_rows
+from tamis.ops.index.hopper import topk, topk_rows
 from tamis.ops.index.hopper.topk_params import TopkParams
-from tamis.ops.index.hopper.topk_rows import Form
+from tamis.ops.index.hopper.topk_rows import Form, usual_form
 
 ENTRY = """
 extern "C" __attribute__((visibility("default"))) void run(int rows, int seed, const TopkParams* params) {
@@ -157,3 +157,53 @@ def test_slots_keep_the_columns_of_their_positions(whole: Emulated, streamed: Em
         assert torch.equal(found, slots_of(expected(scores, lengths, 100), ids, table, 16))
         assert (found[:3] == -1).any()
         assert (found[:3] >= 0).any()
+
+
+@pytest.mark.parametrize("tokens", [1, 33, 128, 512, 4096])
+@pytest.mark.parametrize("width", [1, 4096, 8189, 8192, 16_384, 65_536, 10**7])
+@pytest.mark.parametrize("k", [1, 2048, 2049, 4096])
+def test_every_form_holds_its_rows(tokens: int, width: int, k: int) -> None:
+    for aligned in (False, True):
+        form = usual_form(tokens, width, k, 132, aligned=aligned)
+        if form is None:
+            assert 2 * tokens <= 132
+            continue
+        assert k <= form.most_k
+        assert form.stages or width + 3 * (not aligned) <= form.places
+        assert (form.shared + 1024) * form.ctas <= topk_rows.SHARED_PER_SM
+
+
+def placed(scores: Tensor) -> Tensor:
+    """The same rows on the device, at the same addresses modulo 16."""
+    whole = scores.as_strided((scores.untyped_storage().nbytes() // 4,), (1,), 0)
+    return whole.cuda().as_strided(scores.shape, scores.stride(), scores.storage_offset())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", [*topk_rows.WHOLE, *topk_rows.STREAMED], ids=str)
+@pytest.mark.parametrize("kind", [*KINDS, *ADVERSARIES])
+def test_the_device_selects_what_a_stable_sort_selects(kind: str, form: Form) -> None:
+    widths = (form.places - 3, form.places // 2 + 77) if form.places else (9000, 40_003, 131_072)
+    for width in widths:
+        rows = difficult(kind, 40, width) if kind in KINDS else adversarial(kind, width).repeat(40, 1)
+        scores = unaligned(rows, offset=1, gap=3)
+        lengths = torch.randint(0, width + 1, (40,), dtype=torch.int32)
+        limits = [width, width - 1, 8193, 8192, 8191, 2049, 2048, 2047, 1, 0]
+        lengths[: len(limits)] = torch.tensor(limits, dtype=torch.int32)
+        device, ends = placed(scores), lengths.cuda()
+        for k in (1, 600, 2048, form.most_k):
+            found = topk.topk_positions(device, ends, k, variant=form)
+            assert torch.equal(found.cpu(), expected(scores, lengths, k)), (width, k)
+            again = topk.topk_positions(device, ends, k, variant=topk.cluster_variant(40, width, 132))
+            assert torch.equal(found, again), (width, k)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [8192, 16_384, 65_536])
+def test_every_row_of_a_prompt_is_exact(width: int) -> None:
+    """Samples fail in one row of some hundreds, so many rows are compared, by the other kernel."""
+    scores = torch.randn(4096, width, device="cuda")
+    lengths = torch.arange(width - 4095, width + 1, dtype=torch.int32, device="cuda")
+    found = topk.topk_positions(scores, lengths, 2048)
+    assert torch.equal(found, topk.topk_positions(scores, lengths, 2048, variant=topk.Variant(1, 512, 2)))
+    assert torch.equal(found[:8].cpu(), expected(scores[:8], lengths[:8], 2048))

@@ -37,6 +37,23 @@ class Form(NamedTuple):
         return 0 if self.stages else 32 * self.threads
 
 
+WHOLE = (Form(256, 6, 4096), Form(512, 3, 4096))
+"""For rows that fit in shared memory, shorter ones first."""
+STREAMED = (Form(256, 2, 2048, 2), Form(512, 1, 4096, 2))
+"""For longer rows, by the largest k."""
+
+
+def usual_form(tokens: int, width: int, k: int, sms: int, *, aligned: bool) -> Form | None:
+    """The fastest form, or None where `topk.cu` is faster: with few rows, which it divides among several CTAs."""
+    if 2 * tokens <= sms and width >= 32768:
+        return None
+    places = width if aligned else width + 3
+    for form in WHOLE:
+        if places <= form.places:
+            return form
+    return next(form for form in STREAMED if k <= form.most_k)
+
+
 @cache
 def program(form: Form) -> Program:
     """The program `topk_rows.cu` for a form."""
