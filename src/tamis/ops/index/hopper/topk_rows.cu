@@ -274,15 +274,14 @@ __device__ __forceinline__ void search(SharedMemory& shared, Sums& sums, u32 wan
 // What a thread knows of a choice.
 struct Choice {
     u32 places;  // chosen ones of this thread
-    u32 key;     // every chosen score has at least this key, and no other score has a higher one, or
-    bool tied;   // an equal one, unless this is set: then some of the scores with this key were chosen and others not
+    u32 key;     // every chosen score has at least this key, and no other score has a higher one
 };
 
 // Chooses the k highest scores above -inf from place `begin` to `end`, all if there are fewer. Of equal ones, the first.
 __device__ __forceinline__ Choice choose(SharedMemory& shared, Sums& sums, u32 array, int begin, int end, int k) {
     const Span span(array, quads_for(end), begin, end);
     const float lowest = score_of(LOWEST + 1);
-    if (end - begin <= k) return {span.from(lowest), LOWEST + 1, false};
+    if (end - begin <= k) return {span.from(lowest), LOWEST + 1};
 
     u32 low, high;
     guess(shared, array, begin, end, k, low, high);
@@ -302,7 +301,7 @@ __device__ __forceinline__ Choice choose(SharedMemory& shared, Sums& sums, u32 a
         won += held;
         within = span.from(lowest) & ~winners;
         held = sums.all(__popc(within));
-        if (won + held <= k) return {winners | within, LOWEST + 1, false};
+        if (won + held <= k) return {winners | within, LOWEST + 1};
         high = low - 1;
         low = LOWEST + 1;
     }
@@ -316,7 +315,7 @@ __device__ __forceinline__ Choice choose(SharedMemory& shared, Sums& sums, u32 a
             const int left = max(static_cast<int>(k - won - sums.before(__popc(within), total)), 0);
             if (left == 0) within = 0;
             for (int extra = __popc(within) - left; extra > 0; --extra) within ^= 0x80000000u >> __clz(within);
-            return {winners | within, low, true};
+            return {winners | within, low};
         }
         const int shift = max(32 - LOG_BINS - __clz(range), 0);
         for (u32 rest = within; rest;) {
@@ -337,7 +336,7 @@ __device__ __forceinline__ Choice choose(SharedMemory& shared, Sums& sums, u32 a
             else if (score >= bottom) within |= 1u << bit;
         }
     }
-    return {winners | within, low, false};
+    return {winners | within, low};
 }
 
 // ---- Rows
@@ -537,15 +536,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) topk_rows(const __gr
         }
         if (resumed) {
             list.keep(sums, choice.places, k);
-            gate = score_of(choice.key + choice.tied);  // later scores equal to the lowest one that was kept are behind it
+            gate = score_of(choice.key + 1);  // later scores equal to the lowest one that was kept are behind it
             continue;
         }
         if (list.count >= k || gate == lowest) break;
-        // The gate was too high.
+        // The gate was too high. There has been a barrier since anybody read a tile.
         gate = lowest;
         list.count = tile = 0;
-        fence_async_proxy();
-        __syncthreads();  // nobody reads tiles or the list any more
         if (threadIdx.x == 0) {
             for (int i = 0; i < min(count, STAGES); ++i) {
                 const int at = (stage + i) % STAGES;
