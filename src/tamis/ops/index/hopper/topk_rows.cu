@@ -370,6 +370,7 @@ struct Row {
     __device__ __forceinline__ void complete(u32 tile, int first, int from, int to) const {
         const int own = STREAMED ? 4 * QUADS : 32;
         if ((from - first) / own != threadIdx.x || from < first) return;
+#pragma unroll 1
         for (int place = from; place < to; ++place) shared_store(tile + 4 * (place - first), __float_as_uint(scores[place]));
         fence_async_proxy();
     }
