@@ -25,7 +25,7 @@
 static_assert(sizeof(TopkParams) == PARAMS_BYTES, "TopkParams differs from its twin in topk.py");
 
 constexpr int WARPS = THREADS / 32;
-constexpr int BINS = 4 * THREADS;           // of a digit
+constexpr int LOG_BINS = 10, BINS = 1 << LOG_BINS;  // of a digit
 constexpr int SAMPLE_GROUPS = WARPS < 16 ? 16 / WARPS : 1;  // of 32 scores that a warp sorts
 constexpr int SAMPLE = 32 * WARPS * SAMPLE_GROUPS;
 constexpr float DEVIATIONS = 3.0f;          // of the sample, to each side of the k-th score
@@ -38,17 +38,17 @@ constexpr u32 HIGHEST = 0xFF800000u;        // the key of +inf
 constexpr float HUGEST = 3.402823466e38f;   // the largest finite number
 constexpr int LISTED = 2 * MOST_K;          // scores of the list
 
-__device__ constexpr int log2_of(int power) { return power > 1 ? 1 + log2_of(power / 2) : 0; }
-
-constexpr int LOG_BINS = log2_of(BINS);
-
 static_assert(!STREAMED || (QUADS % 2 == 1 && QUADS < FULL_QUADS), "threads' places would share banks");
-static_assert(!STREAMED || LISTED <= 4 * BINS, "the places that are kept do not fit where bins are");
+static_assert(!STREAMED || LISTED <= 32 * THREADS, "a thread's places of the list do not fit in a word");
+static_assert(WARPS <= 16, "half a warp has one lane for each warp");
 
 // ---- Shared memory: bins, what warps tell each other, mbarriers, then the tiles, then the list's scores and positions
 
 struct alignas(128) SharedMemory {
-    u32 bins[BINS];          // counts of a digit; all zero between searches
+    union {
+        u32 bins[BINS];                              // counts of a digit; all zero between searches
+        unsigned short kept[STREAMED ? MOST_K : 1];  // places of the list, while it is shortened
+    };
     u32 sums[2][WARPS];      // of warps, in odd and even sums over the CTA
     float pivots[2][WARPS];  // of the interval's high and low end
     u32 bin, above, equal;   // what a search has found
@@ -173,32 +173,25 @@ __device__ __forceinline__ int take_bit(u32& word) {
 
 // ---- Choosing
 
-// The lane's key of 32, in descending order.
+__device__ __forceinline__ void clear_bins(SharedMemory& shared) {
+    for (int bin = 4 * threadIdx.x; bin < BINS; bin += 4 * THREADS) {
+        shared_store4(shared_address(shared.bins + bin), make_uint4(0, 0, 0, 0));
+    }
+}
+
+// The lane's key of 32, in descending order: a bitonic sort whose runs all descend, since the second one is read backwards.
 __device__ __forceinline__ u32 sorted(u32 key) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int run = 2; run <= 32; run *= 2) {
 #pragma unroll
         for (int step = run / 2; step > 0; step /= 2) {
-            const u32 other = __shfl_xor_sync(FULL_MASK, key, step);
-            const bool upper = ((lane & step) == 0) == ((lane & run) == 0);
-            key = upper ? max(key, other) : min(key, other);
+            const u32 other = __shfl_xor_sync(FULL_MASK, key, step == run / 2 ? run - 1 : step);
+            key = lane & step ? min(key, other) : max(key, other);
         }
     }
     return key;
 }
-
-// The ends of the interval, as far as a group of 32 sorted keys or a warp knows. A sum of scores, unless the rank is beyond the
-// lowest or the highest of a group: then the highest of all that are looked at, or the lowest.
-struct Pivot {
-    bool outside;
-    bool highest;
-    float score;
-
-    __device__ __forceinline__ void add(float other) {
-        score = !outside ? score + other : highest ? fmaxf(score, other) : fminf(score, other);
-    }
-};
 
 // An interval of keys, from `low` to `high`, that is likely to have the k-th highest of the scores from place `begin` to `end`.
 // Groups of 32 scores from all over the row are sorted, and the scores at two ranks of each, around the wanted one, are averaged.
@@ -213,60 +206,69 @@ __device__ __forceinline__ void guess(SharedMemory& shared, u32 array, int begin
         const u32 place = begin + (part * 32 + lane) * static_cast<u32>(count) / (SAMPLE * 32);
         keys[group] = key_of(__uint_as_float(shared_load(array + 4 * place)));
     }
-#pragma unroll
-    for (int group = 0; group < SAMPLE_GROUPS; ++group) keys[group] = sorted(keys[group]);
+    // Half of the lanes look for the high end, half for the low one. Of 32 keys the one at rank r, from 0, has (r + 1) / 33 of all
+    // above it. Ranks are rounded differently in each group. The outermost two ranks, whose scores scatter most, are used on
+    // the side away from the wanted score only. Beyond them the highest score of all groups counts, or the lowest.
+    const bool is_low = lane >= 16;
     const float share = static_cast<float>(k) / count;
     const float error = DEVIATIONS * sqrtf(share * (1.0f - share) / SAMPLE);
+    const float rank = 33.0f * (is_low ? share + error : share - error);
+    const bool outside = is_low ? rank > 32.0f : rank < 1.0f;
+    const auto joined = [&](float one, float other) {
+        return !outside ? one + other : is_low ? fminf(one, other) : fmaxf(one, other);
+    };
+    float score = outside ? (is_low ? HUGEST : -HUGEST) : 0.0f;
 #pragma unroll
-    for (int side = 0; side < 2; ++side) {
-        // Of 32 keys the one at rank r, from 0, has (r + 1) / 33 of all above it. Ranks are rounded differently in each group.
-        // The outermost two ranks, whose scores scatter most, are used on the side away from the wanted one only.
-        const float rank = 33.0f * (side ? share + error : share - error);
-        const bool outside = side ? rank > 32.0f : rank < 1.0f;
-        Pivot pivot = {outside, side == 0, outside ? (side ? HUGEST : -HUGEST) : 0.0f};
-#pragma unroll
-        for (int group = 0; group < SAMPLE_GROUPS; ++group) {
-            const float fraction = (group * WARPS + warp + 0.5f) / (SAMPLE_GROUPS * WARPS);
-            const int rounded = static_cast<int>(rank + fraction) - 1;
-            const int source = outside ? 31 * side : side ? max(min(rounded, 31), 2) : max(min(rounded, 29), 0);
-            const float score = score_of(__shfl_sync(FULL_MASK, keys[group], source));
-            const float finite = fminf(fmaxf(score, -HUGEST), HUGEST);
-            pivot.add(outside ? finite : finite / (SAMPLE_GROUPS * WARPS));
-        }
-        if (lane == 0) shared.pivots[side][warp] = pivot.score;
+    for (int group = 0; group < SAMPLE_GROUPS; ++group) {
+        const u32 key = sorted(keys[group]);
+        const float fraction = (group * WARPS + warp + 0.5f) / (SAMPLE_GROUPS * WARPS);
+        const int rounded = static_cast<int>(rank + fraction) - 1;
+        const int usual = is_low ? max(min(rounded, 31), 2) : max(min(rounded, 29), 0);
+        const float own = score_of(__shfl_sync(FULL_MASK, key, outside ? is_low * 31 : usual));
+        score = joined(score, fminf(fmaxf(own, -HUGEST), HUGEST) / (outside ? 1 : SAMPLE_GROUPS * WARPS));
     }
+    if (lane % 16 == 0) shared.pivots[is_low][warp] = score;
     __syncthreads();
+    score = shared.pivots[is_low][lane % WARPS];
 #pragma unroll
-    for (int side = 0; side < 2; ++side) {
-        const float rank = 33.0f * (side ? share + error : share - error);
-        Pivot pivot = {side ? rank > 32.0f : rank < 1.0f, side == 0, shared.pivots[side][lane % WARPS]};
-#pragma unroll
-        for (int step = WARPS / 2; step > 0; step /= 2) pivot.add(__shfl_xor_sync(FULL_MASK, pivot.score, step));
-        (side ? low : high) = max(key_of(pivot.score), LOWEST + 1);
-    }
-    low = min(low, high);
+    for (int step = WARPS / 2; step > 0; step /= 2) score = joined(score, __shfl_xor_sync(FULL_MASK, score, step));
+    const u32 end_key = max(key_of(score), LOWEST + 1);
+    high = __shfl_sync(FULL_MASK, end_key, 0);
+    low = min(__shfl_sync(FULL_MASK, end_key, 16), high);
 }
 
-// Finds the bin of the `wanted`-th highest of the counted keys, and clears the bins. The CTA has counted.
-__device__ __forceinline__ void search(SharedMemory& shared, Sums& sums, u32 wanted) {
+// Finds the bin of the `wanted`-th highest of the counted keys, and clears the bins. One warp does so, since each of them would
+// take as many instructions.
+__device__ __forceinline__ void search(SharedMemory& shared, u32 wanted) {
     __syncthreads();  // all threads have counted
-    const int first = BINS - 4 - 4 * threadIdx.x;  // threads go from high to low bins
-    const u32 address = shared_address(shared.bins + first);
-    const uint4 four = shared_load4(address);
-    shared_store4(address, make_uint4(0, 0, 0, 0));
-    const u32 own = four.x + four.y + four.z + four.w;
-    u32 total, above = sums.before(own, total);
-    if (above < wanted && wanted <= above + own) {
-        const u32 counts[4] = {four.w, four.z, four.y, four.x};
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            if (above < wanted && wanted <= above + counts[i]) {
-                shared.bin = first + 3 - i;
-                shared.above = above;
-                shared.equal = counts[i];
-            }
-            above += counts[i];
+    if (threadIdx.x < 32) {
+        const u32 bins = shared_address(shared.bins) + 16 * (31 - threadIdx.x);  // lanes go from high to low bins
+        u32 above = 0;
+        int block = BINS / 128 - 1;  // of 128 bins
+#pragma unroll 1
+        for (; block > 0; --block) {
+            const uint4 four = shared_load4(bins + 512 * block);
+            const u32 sum = __reduce_add_sync(FULL_MASK, four.x + four.y + four.z + four.w);
+            if (above + sum >= wanted) break;
+            above += sum;
         }
+        const uint4 four = shared_load4(bins + 512 * block);
+        const u32 own = four.x + four.y + four.z + four.w;
+        above += inclusive_sum(own) - own;
+        if (above < wanted && wanted <= above + own) {
+            const u32 counts[4] = {four.w, four.z, four.y, four.x};
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                if (above < wanted && wanted <= above + counts[i]) {
+                    shared.bin = 128 * block + 127 - 4 * threadIdx.x - i;
+                    shared.above = above;
+                    shared.equal = counts[i];
+                }
+                above += counts[i];
+            }
+        }
+#pragma unroll
+        for (block = 0; block < BINS / 128; ++block) shared_store4(bins + 512 * block, make_uint4(0, 0, 0, 0));
     }
     __syncthreads();
 }
@@ -321,7 +323,7 @@ __device__ __forceinline__ Choice choose(SharedMemory& shared, Sums& sums, u32 a
         for (u32 rest = within; rest;) {
             shared_increment(bins + 4 * ((key_of(span.score(take_bit(rest))) - low) >> shift));
         }
-        search(shared, sums, k - won);
+        search(shared, k - won);
         low += shared.bin << shift;
         high = low + min(lowest_bits(shift), high - low);
         won += shared.above;
@@ -409,30 +411,29 @@ struct List {
     u32 scores, positions;  // addresses
     int count;
 
-    // Copies a sample of quads of the row, whose scores are then the list.
+    // Copies pairs of quads of the row, 32 bytes each, as a sample: its scores are then the list.
     __device__ __forceinline__ void sample(const Row& row) {
-        const int first = (row.begin + 3) / 4, quads = row.end / 4 - first;
-        const int wanted = min(LISTED / 4, quads / SHARE), step = quads / wanted;
+        int first = (row.begin + 3) / 4;
+        first += reinterpret_cast<unsigned long long>(row.scores + 4 * first) / 16 % 2;
+        const int quads = row.end / 4 - first, pairs = min(LISTED / 8, quads / (2 * SHARE)), step = quads / pairs / 2 * 2;
 #pragma unroll 4
-        for (int i = threadIdx.x; i < wanted; i += THREADS) {
-            const float4* from = reinterpret_cast<const float4*>(row.scores) + first + i * step;
-            const float4 four = *from;
+        for (int i = threadIdx.x; i < 2 * pairs; i += THREADS) {
+            const float4 four = reinterpret_cast<const float4*>(row.scores)[first + i / 2 * step + i % 2];
             shared_store4(scores + 16 * i, make_uint4(
                 __float_as_uint(four.x), __float_as_uint(four.y), __float_as_uint(four.z), __float_as_uint(four.w)));
         }
-        count = 4 * wanted;
+        count = 8 * pairs;
     }
 
     // Keeps the k chosen entries of a full list. Others are overwritten, so their places are collected first, where bins are.
     __device__ __forceinline__ void keep(Sums& sums, u32 places, int k) {
         u32 total;
         u32 column = sums.before(__popc(places), total);
-        unsigned short* kept = reinterpret_cast<unsigned short*>(shared.bins);
         const int first = threadIdx.x * 4 * quads_for(LISTED);
-        while (places) kept[column++] = first + take_bit(places);
+        while (places) shared.kept[column++] = first + take_bit(places);
         __syncthreads();
         for (int begin = 0; begin < k; begin += THREADS) {
-            const int i = begin + threadIdx.x, from = i < k ? kept[i] : 0;
+            const int i = begin + threadIdx.x, from = i < k ? shared.kept[i] : 0;
             const u32 score = shared_load(scores + 4 * from), position = shared_load(positions + 4 * from);
             __syncthreads();  // entries move to lower places, where this round has read and later ones do not
             if (i < k) {
@@ -440,7 +441,7 @@ struct List {
                 shared_store(positions + 4 * i, position);
             }
         }
-        shared_store4(shared_address(shared.bins + 4 * threadIdx.x), make_uint4(0, 0, 0, 0));
+        clear_bins(shared);
         count = k;
     }
 };
@@ -458,7 +459,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) topk_rows(const __gr
         for (int stage = 0; stage < (STREAMED ? STAGES : 1); ++stage) mbarrier_init(full + 8 * stage, 1);
         fence_mbarrier_init();
     }
-    shared_store4(shared_address(shared.bins + 4 * threadIdx.x), make_uint4(0, 0, 0, 0));
+    clear_bins(shared);
     wait_for_previous_kernel();
     const Row row(params, blockIdx.x);
     Sums sums = {shared, 0};
@@ -484,13 +485,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) topk_rows(const __gr
     const float lowest = score_of(LOWEST + 1);
     float gate = lowest;
     bool sampled = row.end - row.begin > LISTED;  // the list is a sample
-    if (sampled) list.sample(row);
+    float admitted = 1.0f;                         // by how much more scores than k the gate lets pass, beside the sample's error
 
     int tile = 0, stage = 0, parity = 0;
     bool resumed = false;  // a part of the tile is on the list already
     u32 left = 0;          // places of the tile that are not
     Choice choice;
     while (true) {
+        if (sampled) list.sample(row);
         while (!sampled && tile < count) {
             const u32 memory = tiles + stage * TILE_BYTES;
             const Span span(memory, QUADS, row.begin - tile * TILE, row.end - tile * TILE);
@@ -526,7 +528,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) topk_rows(const __gr
         }
         __syncthreads();  // the list is complete
         // The sample's threshold is the gate: enough scores pass even if the sample has a few more of the best than its share.
-        const float expected = static_cast<float>(k) / (row.end - row.begin) * list.count;
+        const float expected = admitted * k / (row.end - row.begin) * list.count;
         const int wanted = sampled ? static_cast<int>(expected + GATE_DEVIATIONS * sqrtf(expected)) + 1 : k;
         choice = choose(shared, sums, list.scores, 0, list.count, wanted);
         if (sampled) {
@@ -542,8 +544,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) topk_rows(const __gr
         }
         if (list.count >= k || gate == lowest) break;
         // The gate was too high. There has been a barrier since anybody read a tile.
-        gate = lowest;
-        list.count = tile = 0;
+        sampled = true;
+        admitted *= 4.0f;
+        tile = 0;
         if (threadIdx.x == 0) {
             for (int i = 0; i < min(count, STAGES); ++i) {
                 const int at = (stage + i) % STAGES;
