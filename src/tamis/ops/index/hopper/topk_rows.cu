@@ -29,14 +29,14 @@ constexpr int LOG_BINS = 10, BINS = 1 << LOG_BINS;  // of a digit
 constexpr int SAMPLE_GROUPS = WARPS < 16 ? 16 / WARPS : 1;  // of 32 scores that a warp sorts
 constexpr int SAMPLE = 32 * WARPS * SAMPLE_GROUPS;
 constexpr float DEVIATIONS = 3.0f;          // of the sample, to each side of the k-th score
-constexpr float GATE_DEVIATIONS = 4.5f;     // a gate that is too high costs another pass
+constexpr float GATE_DEVIATIONS = 3.5f;     // a gate that is too high costs another pass
 constexpr int SHARE = 16;                   // the gate's sample has one score of so many
 constexpr bool STREAMED = STAGES > 0;
 constexpr int FULL_QUADS = 8;               // of a thread; others are odd, see `Span`
 constexpr int TILE = STREAMED ? 4 * QUADS * THREADS : 32 * THREADS;  // places
 constexpr u32 HIGHEST = 0xFF800000u;        // the key of +inf
 constexpr float HUGEST = 3.402823466e38f;   // the largest finite number
-constexpr int LISTED = 2 * MOST_K;          // scores of the list
+constexpr int LISTED = MOST_K / 2 * 3;      // scores of the list
 
 static_assert(!STREAMED || (QUADS % 2 == 1 && QUADS < FULL_QUADS), "threads' places would share banks");
 static_assert(!STREAMED || LISTED <= 32 * THREADS, "a thread's places of the list do not fit in a word");
@@ -141,6 +141,19 @@ struct Span {
     __device__ __forceinline__ u32 rotated(u32 word) const {
         const u32 bits = rotation / 4;
         return (word << bits | word >> ((32 - bits) & 31)) & valid;
+    }
+
+    // All scores, where there are fewer than eight quads.
+    template <int COUNT>
+    __device__ __forceinline__ void load(float (&all)[COUNT]) const {
+#pragma unroll
+        for (int quad = 0; quad < COUNT / 4; ++quad) {
+            const uint4 four = shared_load4(scores + 16 * quad);
+            all[4 * quad] = __uint_as_float(four.x);
+            all[4 * quad + 1] = __uint_as_float(four.y);
+            all[4 * quad + 2] = __uint_as_float(four.z);
+            all[4 * quad + 3] = __uint_as_float(four.w);
+        }
     }
 
     // Scores of at least `low`, which is not NaN.
@@ -411,11 +424,17 @@ struct List {
     u32 scores, positions;  // addresses
     int count;
 
-    // Copies pairs of quads of the row, 32 bytes each, as a sample: its scores are then the list.
+    __device__ __forceinline__ void put(int place, float score, int position) const {
+        shared_store(scores + 4 * place, __float_as_uint(score));
+        shared_store(positions + 4 * place, position);
+    }
+
+    // Copies pairs of quads of the row, 32 bytes each, as a sample: its scores are then the list,
+    // and may lie where positions are as well.
     __device__ __forceinline__ void sample(const Row& row) {
         int first = (row.begin + 3) / 4;
         first += reinterpret_cast<unsigned long long>(row.scores + 4 * first) / 16 % 2;
-        const int quads = row.end / 4 - first, pairs = min(LISTED / 8, quads / (2 * SHARE)), step = quads / pairs / 2 * 2;
+        const int quads = row.end / 4 - first, pairs = min(min(2 * LISTED, 32 * THREADS) / 8, quads / (2 * SHARE)), step = quads / pairs / 2 * 2;
 #pragma unroll 4
         for (int i = threadIdx.x; i < 2 * pairs; i += THREADS) {
             const float4 four = reinterpret_cast<const float4*>(row.scores)[first + i / 2 * step + i % 2];
@@ -502,26 +521,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) topk_rows(const __gr
                 mbarrier_wait(full + 8 * stage, parity);
                 left = span.valid;
             }
-            u32 passing = span.from(gate) & left, total;
+            float scores[4 * QUADS];
+            span.load(scores);
+            u32 passing = 0;
+#pragma unroll
+            for (int i = 0; i < 4 * QUADS; ++i) passing |= scores[i] >= gate ? 1u << i : 0;
+            passing &= left;
+            u32 total;
             int place = list.count + sums.before(__popc(passing), total);
-            // All threads have left the tile before.
-            const int next = tile - 1 + STAGES;
-            if (threadIdx.x == 0 && !resumed && tile > 0 && next < count) {
-                const int before = stage ? stage - 1 : STAGES - 1;
-                row.copy(tiles + before * TILE_BYTES, next * TILE, full + 8 * before);
-            }
             const int position = tile * TILE + span.first - row.begin;
-            for (; passing && place < LISTED; ++place) {
-                const int bit = take_bit(passing);
-                shared_store(list.scores + 4 * place, __float_as_uint(span.score(bit)));
-                shared_store(list.positions + 4 * place, position + bit);
-            }
             list.count += total;
             resumed = list.count > LISTED;
             if (resumed) {
+                for (; passing && place < LISTED; ++place) {
+                    const int bit = take_bit(passing);
+                    list.put(place, span.score(bit), position + bit);
+                }
                 list.count = LISTED;
                 left = passing;
                 break;
+            }
+            // All threads have their scores of the tile in registers.
+            if (threadIdx.x == 0 && tile + STAGES < count) row.copy(memory, (tile + STAGES) * TILE, full + 8 * stage);
+#pragma unroll
+            for (int i = 0; i < 4 * QUADS; ++i) {
+                if (passing >> i & 1) list.put(place++, scores[i], position + i);
             }
             ++tile;
             if (++stage == STAGES) stage = 0, parity ^= 1;

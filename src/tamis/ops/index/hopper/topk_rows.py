@@ -20,7 +20,7 @@ class Form(NamedTuple):
     ctas: int
     """CTAs per SM."""
     most_k: int
-    """The largest k. The list of a streamed row holds twice as many scores."""
+    """The largest k. The list of a streamed row holds half as many scores more."""
     stages: int = 0
     """Tiles of the ring that a row is streamed through; 0 if it is in shared memory as a whole."""
     quads: int = 7
@@ -39,7 +39,7 @@ class Form(NamedTuple):
 
 WHOLE = (Form(256, 6, 4096), Form(512, 3, 4096))
 """For rows that fit in shared memory, shorter ones first."""
-STREAMED = (Form(256, 2, 2048, 2), Form(512, 1, 4096, 2))
+STREAMED = (Form(256, 4, 2048, 2, 3), Form(256, 2, 4096, 4, 3))
 """For longer rows, by the largest k."""
 
 
