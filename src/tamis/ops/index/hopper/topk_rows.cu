@@ -10,13 +10,12 @@
 // before it, and the result is in the order of positions.
 //
 // Rows of up to 32 * THREADS scores (STAGES 0) are copied to shared memory as a whole. Longer ones are streamed through a ring
-// of tiles. A gate, below which no score can be selected, comes from a sample of every 16th score or so: scores that pass are
-// appended to a list, in the order of positions, and the result is chosen from the list. If it fills up, the k best are kept
-// and their lowest is the new gate, which is always right: the k-th highest of a part is not above the k-th highest of all. If
-// fewer than k pass, the gate was too high and the row is streamed again without one.
+// of tiles. A gate, below which no score is likely to be selected, comes from a sample of every 16th score or so. Scores that
+// pass are appended to a list, in the order of positions, and the result is chosen from the list. If it fills up, the k best
+// are kept and scores must be better than these, which is always right: the k-th highest of a part is not above the k-th
+// highest of all. If fewer than k pass, the gate was too high and the row is streamed again with a lower one, or with none.
 //
-// Budget for 6,144 scores of which 2,048 are selected, per warp of 256 threads: sample 130 instructions, pass 146, digits 100 + 100, search 50 each time, output 150.
-// In all 5,000 to 6,000 warp instructions per row, 1,500 cycles of an SM's four schedulers.
+// Instructions bound rows that are in shared memory, latencies streamed ones: see benchmarks/NOTES.md.
 //
 // Defined by the host: THREADS; CTAS, per SM; MOST_K, the largest k; STAGES, tiles of the ring, 0 for none; QUADS, groups
 // of four scores of a thread in a tile; SHARED_BYTES; PARAMS_BYTES.
@@ -434,7 +433,8 @@ struct List {
     __device__ __forceinline__ void sample(const Row& row) {
         int first = (row.begin + 3) / 4;
         first += reinterpret_cast<unsigned long long>(row.scores + 4 * first) / 16 % 2;
-        const int quads = row.end / 4 - first, pairs = min(min(2 * LISTED, 32 * THREADS) / 8, quads / (2 * SHARE)), step = quads / pairs / 2 * 2;
+        const int quads = row.end / 4 - first, most = min(2 * LISTED, 32 * THREADS);
+        const int pairs = min(most / 8, quads / (2 * SHARE)), step = quads / pairs / 2 * 2;
 #pragma unroll 4
         for (int i = threadIdx.x; i < 2 * pairs; i += THREADS) {
             const float4 four = reinterpret_cast<const float4*>(row.scores)[first + i / 2 * step + i % 2];
@@ -504,7 +504,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) topk_rows(const __gr
     const float lowest = score_of(LOWEST + 1);
     float gate = lowest;
     bool sampled = row.end - row.begin > LISTED;  // the list is a sample
-    float admitted = 1.0f;                         // by how much more scores than k the gate lets pass, beside the sample's error
+    float admitted = 1.0f;                        // how many scores the gate lets pass, in units of k, but for the sample's error
 
     int tile = 0, stage = 0, parity = 0;
     bool resumed = false;  // a part of the tile is on the list already
