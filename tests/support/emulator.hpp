@@ -258,6 +258,8 @@ inline u32 shared_address(const void* pointer) {
 inline u32* shared_word(u32 address) {
     emulator::Cta& cta = emulator::ctas[address / RANK_UNIT];
     if (cta.finished) emulator::fail("accessed the shared memory of a CTA that has exited");
+    const size_t end = cta.storage.size() - emulator::GUARD - 16;
+    if (address % RANK_UNIT >= end) emulator::fail("accessed memory beyond the end of shared memory");
     return reinterpret_cast<u32*>(reinterpret_cast<char*>(cta.memory) + address % RANK_UNIT);
 }
 

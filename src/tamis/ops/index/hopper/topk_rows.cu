@@ -34,6 +34,7 @@ constexpr bool STREAMED = STAGES > 0;
 constexpr int FULL_QUADS = 8;               // of a thread; others are odd, see `Span`
 constexpr int TILE = STREAMED ? 4 * QUADS * THREADS : 32 * THREADS;  // places
 constexpr u32 HIGHEST = 0xFF800000u;        // the key of +inf
+constexpr u32 MINUS_ZERO = 0x7FFFFFFFu;     // between the keys of the highest negative number and of 0
 constexpr float HUGEST = 3.402823466e38f;   // the largest finite number
 constexpr int LISTED = MOST_K / 2 * 3;      // scores of the list
 
@@ -338,6 +339,7 @@ __device__ __forceinline__ Choice choose(SharedMemory& shared, Sums& sums, u32 a
         search(shared, k - won);
         low += shared.bin << shift;
         high = low + min(lowest_bits(shift), high - low);
+        high -= high == MINUS_ZERO;  // as a score it would not be below 0, and no score has this key
         won += shared.above;
         held = shared.equal;
         const float bottom = score_of(low), top = score_of(high);
@@ -418,6 +420,10 @@ __device__ __forceinline__ void write_result(const TopkParams& params, int row, 
 
 // ---- The list of a streamed row
 
+// The largest sample for the gate. Spans, which have an odd number of quads or 8, do not reach beyond scores and positions.
+constexpr int ROOM = 2 * LISTED / (4 * THREADS);
+constexpr int MOST_SAMPLED = 4 * THREADS * (ROOM >= FULL_QUADS ? FULL_QUADS : (ROOM - 1) | 1);
+
 struct List {
     SharedMemory& shared;
     u32 scores, positions;  // addresses
@@ -433,8 +439,8 @@ struct List {
     __device__ __forceinline__ void sample(const Row& row) {
         int first = (row.begin + 3) / 4;
         first += reinterpret_cast<unsigned long long>(row.scores + 4 * first) / 16 % 2;
-        const int quads = row.end / 4 - first, most = min(2 * LISTED, 32 * THREADS);
-        const int pairs = min(most / 8, quads / (2 * SHARE)), step = quads / pairs / 2 * 2;
+        const int quads = row.end / 4 - first;
+        const int pairs = min(MOST_SAMPLED / 8, quads / (2 * SHARE)), step = quads / pairs / 2 * 2;
 #pragma unroll 4
         for (int i = threadIdx.x; i < 2 * pairs; i += THREADS) {
             const float4 four = reinterpret_cast<const float4*>(row.scores)[first + i / 2 * step + i % 2];
