@@ -128,6 +128,25 @@ def test_lengths_around_limits(whole: Emulated, streamed: Emulated, k: int) -> N
         assert torch.equal(emulated(scores, lengths, k), expected(scores, lengths, k))
 
 
+def test_the_largest_sample(streamed: Emulated) -> None:
+    """From some length on the gate's sample is as large as the list's memory allows."""
+    scores, lengths = torch.randn(2, 30_001), torch.tensor([30_001, 22_000], dtype=torch.int32)
+    assert torch.equal(streamed(scores, lengths, 512), expected(scores, lengths, 512))
+
+
+def test_a_bin_that_ends_at_minus_zero(whole: Emulated) -> None:
+    """Between the keys of the highest negative number and of 0 lies that of -0, which no score has."""
+    part = torch.arange(512)
+    sampled = part * 4 + part // 16 // 8  # so that the interval is above all other scores
+    scores = torch.zeros(1, 2048)
+    scores[0, ::2] = (torch.randint(1, 1000, (1024,), dtype=torch.int32) | -(2**31)).view(torch.float32)
+    scores[0, sampled] = 100.0 + torch.rand(512)
+    lengths = torch.tensor([2048], dtype=torch.int32)
+    zeros = int((scores == 0.0).sum())
+    for k in (512 + zeros - 1, 512 + zeros, 512 + zeros + 100):
+        assert torch.equal(whole(scores, lengths, k), expected(scores, lengths, k))
+
+
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(
     width=st.integers(1, 5000),
