@@ -24,7 +24,7 @@ STRUCTS = [
     (attention.AttendParams, ATTENTION, "params.cuh"),
     (many_heads.ManyHeadsParams, ATTENTION, "items.cuh"),
     (splits.MergeParams, ATTENTION, "merge_splits.cu"),
-    (topk.TopkParams, "tamis.ops.index.hopper", "topk.cu"),
+    (topk.TopkParams, "tamis.ops.index.hopper", "topk_parts.cuh"),
     (attention_gradients.GradientParams, ATTENTION, "gradients.cu"),
     (index_gradients.IndexLossParams, "tamis.ops.index.hopper", "index_loss.cu"),
     (ordered_sums.SumParams, "tamis.ops.rows", "ordered_sums.cu"),

@@ -213,6 +213,7 @@ inline void atomicOr(u32* address, u32 value) {
 }
 
 inline int __popc(u32 value) { return __builtin_popcount(value); }
+inline int __clz(u32 value) { return value ? __builtin_clz(value) : 32; }
 inline int __ffs(u32 value) { return __builtin_ffs(static_cast<int>(value)); }
 inline float __uint_as_float(u32 bits) { float value; std::memcpy(&value, &bits, 4); return value; }
 inline u32 __float_as_uint(float value) { u32 bits; std::memcpy(&bits, &value, 4); return bits; }
@@ -254,9 +255,11 @@ inline u32 shared_address(const void* pointer) {
     return offset + cta->rank * RANK_UNIT;
 }
 
-inline u32* shared_word(u32 address) {
+inline u32* shared_word(u32 address, size_t bytes = 4) {
     emulator::Cta& cta = emulator::ctas[address / RANK_UNIT];
     if (cta.finished) emulator::fail("accessed the shared memory of a CTA that has exited");
+    const size_t end = cta.storage.size() - emulator::GUARD - 16;
+    if (address % RANK_UNIT + bytes > end) emulator::fail("accessed memory beyond the end of shared memory");
     return reinterpret_cast<u32*>(reinterpret_cast<char*>(cta.memory) + address % RANK_UNIT);
 }
 
@@ -266,8 +269,8 @@ inline void shared_store(u32 address, u32 value) {
 }
 inline void shared_increment(u32 address) { atomicAdd(shared_word(address), 1u); }
 inline u32 shared_load(u32 address) { return *shared_word(address); }
-inline uint4 shared_load4(u32 address) { return *reinterpret_cast<uint4*>(shared_word(address)); }
-inline void shared_store4(u32 address, uint4 value) { *reinterpret_cast<uint4*>(shared_word(address)) = value; }
+inline uint4 shared_load4(u32 address) { return *reinterpret_cast<uint4*>(shared_word(address, 16)); }
+inline void shared_store4(u32 address, uint4 value) { *reinterpret_cast<uint4*>(shared_word(address, 16)) = value; }
 inline u32 peer_address(u32 ours, u32 rank) { return ours % RANK_UNIT + rank * RANK_UNIT; }
 
 inline u32 peer_load(u32 theirs) {

@@ -14,7 +14,7 @@ from tamis.lab.offline.training import index_cases
 from tamis.lab.offline.triton import NATIVE_E4M3, TARGETS, OfflineCase
 from tamis.model.recipe import IndexRecipe
 from tamis.ops.index.block_operations import IndexTopkWithin
-from tamis.ops.index.hopper import gradients, scores
+from tamis.ops.index.hopper import gradients, scores, topk_rows
 from tamis.ops.index.hopper.topk import Variant, program
 from tamis.ops.index.operations import (
     IndexScores,
@@ -180,6 +180,10 @@ def cuda_cases() -> Iterator[CudaCase]:
             yield CudaCase(label, scores.program(found, heads, size, tiles), scores.SHARED_BYTES)
     for threads in (512, 1024):
         yield CudaCase(f"index, top-k, {threads} threads", program(threads), Variant(1, threads, 1).shared)
+    for form in (*topk_rows.WHOLE, *topk_rows.STREAMED):
+        how = "streamed" if form.stages else "whole"
+        label = f"index, top-k of {how} rows, {form.threads} threads, k up to {form.most_k}"
+        yield CudaCase(label, topk_rows.program(form), form.shared)
     for ordered in (False, True):
         label = f"index, loss{', in order' if ordered else ''}"
         yield CudaCase(label, gradients.program(ordered=ordered), gradients.MOST_BYTES)

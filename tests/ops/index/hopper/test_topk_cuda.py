@@ -14,7 +14,8 @@ from torch import Tensor
 
 from tamis.arithmetic import ceil_div
 from tamis.ops.index.hopper import topk
-from tamis.ops.index.hopper.topk import SHARED_PER_SM, Variant, memory_of, topk_positions, usual_variant
+from tamis.ops.index.hopper.topk import Variant, cluster_variant, memory_of, topk_positions
+from tamis.ops.index.hopper.topk_params import SHARED_PER_SM
 
 ENTRY = """
 extern "C" __attribute__((visibility("default"))) void run(
@@ -66,9 +67,8 @@ def difficult(kind: str, rows: int, width: int) -> Tensor:
         scores = torch.from_numpy(numpy_seeded(width).integers(0, 2**32, (rows, width), dtype=np.uint32))
         scores = scores.view(torch.float32)
     elif kind == "close":
-        scores = (torch.full((rows, width), 1.0).view(torch.int32) + torch.randint(0, 1500, (rows, width))).view(
-            torch.float32
-        )
+        steps = torch.randint(0, 1500, (rows, width), dtype=torch.int32)
+        scores = (torch.ones(rows, width).view(torch.int32) + steps).view(torch.float32)
     elif kind == "coarse":
         scores = (scores * 4).round()
     return scores
@@ -83,7 +83,8 @@ class Emulated:
     def __init__(self, folder: Path, threads: int) -> None:
         program = topk.program(threads)
         source = f'#include "emulator.hpp"\n{program.source}{ENTRY}'
-        self.threads, self.run = threads, on_host.load(folder, source, program.options).run
+        options = [*program.options, "-I", str(Path(topk.__file__).parent)]
+        self.threads, self.run = threads, on_host.load(folder, source, options).run
 
     def __call__(
         self,
@@ -182,7 +183,7 @@ def test_slots_keep_the_columns_of_their_positions(emulated: Emulated) -> None:
 @pytest.mark.parametrize("width", [1, 2048, 4097, 65536, 131072, 2**20, 3 * 2**20, 10**7])
 @pytest.mark.parametrize("tokens", [1, 32, 64, 128, 133, 1024, 4096])
 def test_every_launch_fits_the_device(tokens: int, width: int) -> None:
-    variant = usual_variant(tokens, width, 132)
+    variant = cluster_variant(tokens, width, 132)
     resident, bitmap_words = memory_of(variant, width, 4096)
     assert variant.cluster in (1, 2, 4, 8, 16)
     assert (variant.shared + 1024) * variant.per_sm <= SHARED_PER_SM

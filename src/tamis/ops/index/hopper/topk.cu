@@ -19,31 +19,11 @@
 //
 // Defined by the host: THREADS (per CTA); FIXED_BYTES, the bytes set aside for `SharedMemory`; PARAMS_BYTES.
 
-#include "instructions.cuh"
-
-// The parameters of a launch. T is the number of rows, B of requests.
-struct TopkParams {
-    const float* scores;      // [T, width]
-    long long row_stride;     // of scores, in elements
-    int width;                // scores of a row
-    const int* lengths;       // [T], lengths of the rows; positions beyond do not count
-    int k;                    // results of a row, at most 4096
-    const int* request_ids;   // [T], or null without a block table
-    const int* block_table;   // [B, table_width], or null: the results are positions
-    long long table_stride;   // in elements
-    int requests;             // B
-    int table_width;          // pages of a request
-    int page_size;            // positions of a page; 0 without a block table
-    int* out;                 // [T, k], contiguous
-    int resident;             // keys of a slice that are kept in shared memory; the others are read again
-    int bitmap_words;         // words of each of the two bitmaps
-};
+#include "topk_parts.cuh"
 
 static_assert(sizeof(TopkParams) == PARAMS_BYTES, "TopkParams differs from its twin in topk.py");
 
 constexpr int WARPS = THREADS / 32;
-// The key of -inf. NaN and places outside the row get it as well: they are no candidates.
-constexpr u32 LOWEST = 0x007FFFFFu;
 // The first digit is wide because all later passes work only on keys that share its value.
 constexpr int FIRST_BINS = 4096, LATER_BINS = 1024;
 constexpr int FIRST_SHIFT = 20, SECOND_SHIFT = 10;
@@ -54,12 +34,6 @@ constexpr int LOADS = 4;         // loads in flight per thread
 constexpr int STEP = 4 * THREADS;
 
 // ---- Keys
-
-// The key of a score: unsigned integers compare like the floats. Adding zero makes -0 and 0 equal; fmaxf turns NaN to -inf.
-__device__ __forceinline__ u32 key_of(float score) {
-    const u32 bits = __float_as_uint(fmaxf(score + 0.0f, __uint_as_float(0xFF800000u)));
-    return bits ^ (static_cast<u32>(static_cast<int>(bits) >> 31) | 0x80000000u);
-}
 
 __device__ __forceinline__ uint4 keys_of(float4 s) {
     return make_uint4(key_of(s.x), key_of(s.y), key_of(s.z), key_of(s.w));
@@ -139,17 +113,6 @@ struct Found {
     u32 above, above_before;  // keys with a higher digit, in the row and in the slices before this one
     u32 equal, equal_before;  // keys with this digit, likewise
 };
-
-// The sum of the values of lanes 0 to this one.
-__device__ __forceinline__ u32 inclusive_sum(u32 value) {
-    const int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-        const u32 other = __shfl_up_sync(FULL_MASK, value, step);
-        if (lane >= step) value += other;
-    }
-    return value;
-}
 
 // The first lane at which `above` plus the counts of lanes 0 to that one reach `wanted`; 32 if none does. The counts of the
 // lanes before it are added to `above` and `above_before`.
@@ -345,12 +308,6 @@ __device__ __forceinline__ void mark(
     }
 }
 
-// The sum of the first `count` elements of `warps`, which has one for each warp.
-__device__ __forceinline__ u32 sum_of_warps(const u32* warps, int count) {
-    const int lane = threadIdx.x % 32;
-    return __reduce_add_sync(FULL_MASK, lane < count ? warps[lane] : 0);
-}
-
 // Writes the places of the winners and of the first `quota` ties to `shared.chosen`, ascending; returns how many.
 __device__ __forceinline__ u32 collect(
     const Slice& slice, SharedMemory& shared, u32 quota, const u32* winners, const u32* ties) {
@@ -389,21 +346,6 @@ __device__ __forceinline__ u32 collect(
 }
 
 // ---- Kernel
-
-// The pages of a row's request.
-struct Pages {
-    const int* table;  // the request's row of the block table, or null
-    int width;         // pages in that row
-    int page_size;     // positions of a page
-
-    // The slot of a position; -1 if it has no page.
-    __device__ __forceinline__ int slot(int position) const {
-        const int column = position / page_size;
-        const int page = table != nullptr && column < width ? table[column] : -1;
-        const long long slot = static_cast<long long>(page) * page_size + position % page_size;
-        return page >= 0 && slot < 0x80000000ll ? static_cast<int>(slot) : -1;
-    }
-};
 
 // Writes to out[row, :] the positions j < lengths[row] of the k highest scores above -inf, ascending, then -1. With a block
 // table it writes the slots of these positions, -1 for positions without a page.
@@ -482,16 +424,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) topk_posit
     const u32 count = collect(slice, shared, quota, winners, ties);
     __syncthreads();  // `chosen` is complete
 
-    Pages pages = {nullptr, params.table_width, params.page_size};
-    if (params.page_size > 0) {
-        const int request = params.request_ids[row];
-        if (request >= 0 && request < params.requests) pages.table = params.block_table + request * params.table_stride;
-    }
     int* result = params.out + static_cast<long long>(row) * k;
     if (params.page_size == 0) {
 #pragma unroll 4
         for (u32 i = threadIdx.x; i < count; i += THREADS) result[column + i] = shared.chosen[i] + slice.position;
     } else {
+        const Pages pages = pages_of(params, row);
         for (u32 i = threadIdx.x; i < count; i += THREADS) result[column + i] = pages.slot(shared.chosen[i] + slice.position);
     }
     if (everything) total = count;

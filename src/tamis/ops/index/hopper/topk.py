@@ -1,4 +1,4 @@
-"""Exact top-k of index scores in CUDA C++, for GPUs with thread-block clusters."""
+"""Exact top-k of index scores in CUDA C++ on Hopper: one CTA per row (`topk_rows.cu`), or a cluster (`topk.cu`)."""
 
 from functools import cache, lru_cache
 from typing import NamedTuple
@@ -11,47 +11,19 @@ from tamis.arithmetic import ceil_div, round_up
 from tamis.cuda.compiler import Program
 from tamis.cuda.device import device_index, sm_count
 from tamis.cuda.launch import Launch, PreparedLaunch, kernel
-from tamis.cuda.params import Int, Long, Pointer, params_bytes
+from tamis.cuda.params import params_bytes
+from tamis.ops.index.hopper import topk_rows
+from tamis.ops.index.hopper.topk_params import SHARED_PER_SM, SYSTEM_SHARED, TopkParams
 
 MAX_K = 4096
 SLICE_UNIT = 128
 """The number of places of a slice is a multiple of this, 16 bytes of a bitmap."""
-SHARED_PER_SM = 228 * 1024
-SYSTEM_SHARED = 1024
-"""Bytes of shared memory that the system reserves in every CTA."""
 FIXED_BYTES = 43_536
 """Bytes set aside for the source's `SharedMemory`, enough for 1024 threads. The source checks the number."""
 
 
-class TopkParams(NamedTuple):
-    """The parameters of `topk.cu`: T rows, B requests."""
-
-    scores: Pointer
-    """float32 [T, width]."""
-    row_stride: Long
-    width: Int
-    lengths: Pointer
-    """int32 [T], the lengths of the rows; positions beyond do not count."""
-    k: Int
-    request_ids: Pointer
-    """int32 [T]; 0 without a block table."""
-    block_table: Pointer
-    """int32 [B, table_width]; 0 for none."""
-    table_stride: Long
-    requests: Int
-    table_width: Int
-    page_size: Int
-    """Positions of a page; 0 without a block table."""
-    out: Pointer
-    """int32 [T, k], contiguous."""
-    resident: Int
-    """Keys of a slice that are kept in shared memory; the others are read again."""
-    bitmap_words: Int
-    """Words of each of the two bitmaps."""
-
-
 class Variant(NamedTuple):
-    """The shape of a launch."""
+    """The shape of a launch of `topk.cu`."""
 
     cluster: int
     """CTAs per row: 1, 2, 4, 8 or 16."""
@@ -75,7 +47,7 @@ def topk_positions(
     page_size: int = 0,
     *,
     out: Tensor | None = None,
-    variant: Variant | None = None,
+    variant: Variant | topk_rows.Form | None = None,
 ) -> Tensor:
     """The k highest-scored positions of each row: int32 [T, k], ascending, then -1.
 
@@ -102,8 +74,9 @@ def topk_positions(
     if width > 1 and scores.stride(1) != 1:
         scores = scores.contiguous()
     if variant is None:
-        variant = usual_variant(tokens, width, sm_count(scores.device))
-    resident, bitmap_words = memory_of(variant, width, k)
+        aligned = (scores.data_ptr() | 4 * scores.stride(0)) % 16 == 0
+        variant = usual_variant(tokens, width, k, sm_count(scores.device), aligned=aligned)
+    planned = _planned(scores.device.index, variant, width, k)
     ids = table = table_stride = requests = table_width = 0
     if block_table is not None and request_ids is not None:
         # These names and `lengths` keep the copies alive until the launch.
@@ -124,26 +97,38 @@ def topk_positions(
         table_width,
         page_size,
         out.data_ptr(),
-        resident,
-        bitmap_words,
+        *planned.memory,
     )
-    _launch(scores.device.index, variant)((tokens * variant.cluster, 1, 1), params)
+    planned.launch((tokens * planned.cluster, 1, 1), params)
     return out
 
 
 def prepare_topk(tokens: int, width: int, k: int, device: torch.device) -> PreparedLaunch:
     """A launch for contiguous scores float32 [tokens, width] and lengths int32 [tokens] on the current device, without
     a block table: call it with the stream and the addresses of scores, lengths and result."""
-    variant = usual_variant(tokens, width, sm_count(device))
-    params = TopkParams(0, width, width, 0, k, 0, 0, 0, 0, 0, 0, 0, *memory_of(variant, width, k))
-    grid = (tokens * variant.cluster, 1, 1)
-    return _launch(device_index(device), variant).prepared(grid, params, ("scores", "lengths", "out"))
+    variant = usual_variant(tokens, width, k, sm_count(device), aligned=width % 4 == 0)
+    planned = _planned(device_index(device), variant, width, k)
+    params = TopkParams(0, width, width, 0, k, 0, 0, 0, 0, 0, 0, 0, *planned.memory)
+    return planned.launch.prepared((tokens * planned.cluster, 1, 1), params, ("scores", "lengths", "out"))
 
 
 @lru_cache(maxsize=1024)
-def usual_variant(tokens: int, width: int, sms: int) -> Variant:
-    """The fastest variant: at most one CTA per SM if slices are long enough, since the exchange between the CTAs of a
-    row costs more than a second CTA on the same SM gains. Long slices get the whole shared memory of an SM."""
+def usual_variant(tokens: int, width: int, k: int, sms: int, *, aligned: bool) -> Variant | topk_rows.Form:
+    """The fastest variant.
+
+    Args:
+        tokens: rows.
+        width: scores of a row.
+        k: results of a row.
+        sms: SMs of the device.
+        aligned: whether every row starts at a multiple of 16 bytes.
+    """
+    return topk_rows.usual_form(tokens, width, k, sms, aligned=aligned) or cluster_variant(tokens, width, sms)
+
+
+def cluster_variant(tokens: int, width: int, sms: int) -> Variant:
+    """The fastest variant of `topk.cu`: at most one CTA per SM if slices are long enough, since the exchange between
+    the CTAs of a row costs more than a second CTA on an SM gains. Long slices get the whole shared memory of an SM."""
     cluster = 1
     while cluster < 16 and tokens * cluster * 2 <= sms and width >= cluster * 16384:
         cluster *= 2
@@ -173,6 +158,20 @@ def program(threads: int) -> Program:
     """The program `topk.cu` for CTAs of a number of threads."""
     constants = {"THREADS": threads, "FIXED_BYTES": FIXED_BYTES, "PARAMS_BYTES": params_bytes(TopkParams)}
     return Program.packaged(__package__, "topk.cu", **constants)
+
+
+class _Planned(NamedTuple):
+    launch: Launch
+    cluster: int
+    memory: tuple[int, int]
+    """The last two parameters of the kernel."""
+
+
+@lru_cache(maxsize=1024)
+def _planned(device: int, variant: Variant | topk_rows.Form, width: int, k: int) -> _Planned:
+    if isinstance(variant, topk_rows.Form):
+        return _Planned(topk_rows.launch(device, variant), 1, (0, 0))
+    return _Planned(_launch(device, variant), variant.cluster, memory_of(variant, width, k))
 
 
 @cache
