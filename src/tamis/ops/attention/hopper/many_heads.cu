@@ -42,8 +42,10 @@ constexpr float NO_LOGIT = -1e30f;  // a running max that is finite, so that dif
 
 // ---- Queries
 
-// The eight consumer warps convert the queries to fp16 tiles, times a power of two per head, whose inverse is HEAD_SCALE.
-__device__ __forceinline__ void load_queries(u32 memory, const unsigned short* queries, long long head_stride, int heads) {
+// The eight consumer warps convert the queries to fp16 tiles, times a power of two per head. HEAD_SCALE is its inverse times
+// `scale`, so that it turns products of queries and rows into logits in base 2.
+__device__ __forceinline__ void load_queries(
+    u32 memory, const unsigned short* queries, long long head_stride, int heads, float scale) {
     constexpr int UNITS = WIDTH / 8, ROUNDS = (UNITS + 31) / 32, READERS = 2 * WARPS, AT_ONCE = 4;
     const int warp = threadIdx.x / 32 % READERS, lane = threadIdx.x % 32;
     for (int first = warp; first < HEADS; first += READERS * AT_ONCE) {
@@ -82,27 +84,24 @@ __device__ __forceinline__ void load_queries(u32 memory, const unsigned short* q
             }
         }
     }
+    __syncwarp();
+    if (lane < HEADS / READERS) {
+        const u32 at = memory + HEAD_SCALE + (warp + lane * READERS) * 4;
+        store_float(at, load_float(at) * scale);
+    }
     fence_async_proxy();
     named_barrier_sync(CONSUMER_BARRIER, 2 * WARPS * 32);
 }
 
 // ---- Online softmax
 
-// The state of one head of a lane, `upper` or `lower` (see `softmax.cuh`).
-struct Softmax {
-    float scale;                  // turns products of queries and rows into logits in base 2
-    float running_max = NO_LOGIT;  // the largest logit of both warpgroups, in base 2; weights are exp2(logit - running_max)
-    float sum = 0.0f;             // of the weights in this lane's columns of this warpgroup's stages
-
-    // Raises the running max to a block's largest logit, if that is higher; returns the rescale factor of the sums.
-    __device__ __forceinline__ float raise(float product) {
-        const float before = running_max;
-        running_max = fmaxf(before, product * scale);
-        const float factor = fast_exp2(before - running_max);
-        sum *= factor;
-        return factor;
-    }
-};
+// Raises a head's running max to a block's largest logit, if that is higher; returns the factor of everything that is relative
+// to it. Logits are in base 2, and weights are exp2(logit - running_max).
+__device__ __forceinline__ float raise_max(float& running_max, float logit) {
+    const float before = running_max;
+    running_max = fmaxf(before, logit);
+    return fast_exp2(before - running_max);
+}
 
 // ---- Consumers
 
@@ -114,27 +113,31 @@ __device__ __forceinline__ ClusterMerge cluster_merge(u32 memory) {
 // A thread of consumer warpgroup GROUP, which multiplies the keys of stage GROUP and holds half GROUP of the output's columns.
 template <int GROUP>
 struct Consumer {
-    u32 memory;            // address of shared memory
-    int lane, warp, head;  // warp of the warpgroup; head `upper` of the lane
-    Softmax upper, lower;
+    u32 memory;      // address of shared memory
+    int lane, warp;  // warp of the warpgroup
+    float2 running_max = {NO_LOGIT, NO_LOGIT};  // of both warpgroups' logits, for the lane's heads `upper` and `lower`
     float reference = power_of_two(LOWEST_EXPONENT - SCALE_EXPONENT);  // the largest 2**E of a row, or a little more
     float values[2][64];   // accumulators of the output: two quarters of its columns
 
-    __device__ __forceinline__ Consumer(u32 memory, float scale) : memory(memory) {
+    __device__ __forceinline__ explicit Consumer(u32 memory) : memory(memory) {
         warp = threadIdx.x / 32 % WARPS;
         lane = threadIdx.x % 32;
-        head = warp * 16 + lane / 4;
-        upper = {load_float(memory + HEAD_SCALE + head * 4) * scale * LOG2_E};
-        lower = {load_float(memory + HEAD_SCALE + head * 4 + 32) * scale * LOG2_E};
 #pragma unroll
         for (int i = 0; i < 128; ++i) values[i / 64][i % 64] = 0.0f;
+        if (lane % 4 == 0) {
+            store_float(memory + TOTALS + GROUP * HEADS * 4 + head_offset(), 0.0f);
+            store_float(memory + TOTALS + GROUP * HEADS * 4 + head_offset() + 32, 0.0f);
+        }
     }
+
+    __device__ __forceinline__ u32 head_offset() const { return (warp * 16 + lane / 4) * 4; }
 
     // Issues the products of queries with the keys of the warpgroup's stage that a load brings, once it is there. `parity` is that of
     // the pass over the ring.
     __device__ __forceinline__ void score(float (&s)[32], int load, u32 parity) const {
         mbarrier_wait(full(memory, GROUP, load), parity);
-        const auto queries = k_major(memory + QUERIES), keys = k_major(stage_tiles(memory, GROUP));
+        const u32 base = opaque(memory);  // descriptors are made again every time, since registers are scarce
+        const auto queries = k_major(base + QUERIES), keys = k_major(stage_tiles(base, GROUP));
         wgmma_fence();
 #pragma unroll
         for (int chunk = first_chunk(load); chunk <= last_chunk(load); ++chunk) {
@@ -155,8 +158,10 @@ struct Consumer {
     }
 
     // Loads the factors of this lane's columns, while the products run, and waits for these.
-    __device__ __forceinline__ void finish_scores(float (&s)[32], u32 (&factors)[8]) const {
+    __device__ __forceinline__ void finish_scores(float (&s)[32], u32 (&factors)[8], float2& scales) const {
         load_factors(factors);
+        scales.x = load_float(memory + HEAD_SCALE + head_offset());
+        scales.y = load_float(memory + HEAD_SCALE + head_offset() + 32);
         wgmma_wait<0>(s);
         if (TILES > 8 && lane == 0) mbarrier_arrive(empty(memory, GROUP, 0));
     }
@@ -171,14 +176,15 @@ struct Consumer {
 
     // The online softmax of a block is in three parts, so that products are issued between them. `raise` multiplies the products
     // with their rows' factors, and raises the running max and the reference; it returns the rescale factors of the sums.
-    __device__ __forceinline__ float2 raise(float (&s)[32], const u32 (&factors)[8], float& reference_factor) {
+    __device__ __forceinline__ float2 raise(float (&s)[32], const u32 (&factors)[8], float2 scales, float& reference_factor) {
         u32 highest = factors[0], signs = factors[0];
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
             highest = __vmaxs2(highest, factors[i]);
             signs |= factors[i];
             const float even = low_bf16(factors[i]), odd = high_bf16(factors[i]);
-            s[4 * i] *= even, s[4 * i + 1] *= odd, s[4 * i + 2] *= even, s[4 * i + 3] *= odd;
+            s[4 * i] *= even * scales.x, s[4 * i + 1] *= odd * scales.x;
+            s[4 * i + 2] *= even * scales.y, s[4 * i + 3] *= odd * scales.y;
         }
         if (signs & 0x80008000) {  // some rows do not exist
 #pragma unroll
@@ -192,7 +198,8 @@ struct Consumer {
         const float above = fmaxf(fmaxf(largest[0], largest[1]), fmaxf(largest[4], largest[5]));
         const float below = fmaxf(fmaxf(largest[2], largest[3]), fmaxf(largest[6], largest[7]));
         const float of_rows = max_over_lanes<1, 4>(fmaxf(low_bf16(highest), high_bf16(highest)));
-        const float2 rescales = {upper.raise(max_over_lanes<1, 4>(above)), lower.raise(max_over_lanes<1, 4>(below))};
+        const float2 rescales = {raise_max(running_max.x, max_over_lanes<1, 4>(above)),
+                                 raise_max(running_max.y, max_over_lanes<1, 4>(below))};
         reference_factor = set_reference(of_rows > reference ? of_rows * SPARE : reference);  // the same in all lanes of all warps
         return rescales;
     }
@@ -204,9 +211,10 @@ struct Consumer {
         return factor;
     }
 
-    // Turns logits over their heads' scales into weights, as fragments times their rows' factors. Factors are loaded again, since
+    // Turns logits over their heads' scales into weights, as fragments times their rows' factors; returns the sums of this
+    // lane's weights of both heads. Factors are loaded again, since
     // registers are scarce here.
-    __device__ __forceinline__ void exponentials(const float (&s)[32], u32 (&weights)[4][4]) {
+    __device__ __forceinline__ float2 exponentials(const float (&s)[32], u32 (&weights)[4][4]) const {
         const float inverse = HEADROOM * power_of_two(254 - biased_exponent(reference));
         float above = 0.0f, below = 0.0f;
 #pragma unroll
@@ -217,18 +225,30 @@ struct Consumer {
             for (int j = 0; j < 4; ++j) {
                 const int at = 4 * (i + j);
                 const float even = low_bf16(factors[j]) * inverse, odd = high_bf16(factors[j]) * inverse;
-                const float a = fast_exp2(s[at] * upper.scale - upper.running_max);
-                const float b = fast_exp2(s[at + 1] * upper.scale - upper.running_max);
-                const float c = fast_exp2(s[at + 2] * lower.scale - lower.running_max);
-                const float d = fast_exp2(s[at + 3] * lower.scale - lower.running_max);
+                const float a = fast_exp2(s[at] - running_max.x);
+                const float b = fast_exp2(s[at + 1] - running_max.x);
+                const float c = fast_exp2(s[at + 2] - running_max.y);
+                const float d = fast_exp2(s[at + 3] - running_max.y);
                 above += a + b;
                 below += c + d;
                 weights[(i + j) / 2][j % 2 * 2] = pack_fp16(a * even, b * odd);
                 weights[(i + j) / 2][j % 2 * 2 + 1] = pack_fp16(c * even, d * odd);
             }
         }
-        upper.sum += above;
-        lower.sum += below;
+        return {above, below};
+    }
+
+    // The sums of both heads over this warpgroup's stages are in shared memory, since registers are scarce. They are multiplied
+    // with a factor, and a lane's weights of a block are added.
+    __device__ __forceinline__ void rescale_sums(float2 factors, float2 added) const {
+        const u32 at = memory + TOTALS + GROUP * HEADS * 4 + head_offset();
+        if (lane % 4 != 0) return;
+        store_float(at, load_float(at) * factors.x + added.x);
+        store_float(at + 32, load_float(at + 32) * factors.y + added.y);
+    }
+
+    __device__ __forceinline__ void add_sums(float2 factors, float2 weights) const {
+        rescale_sums(factors, make_float2(sum_over_lanes<1, 4>(weights.x), sum_over_lanes<1, 4>(weights.y)));
     }
 
     // Weights pass between the two warps of the same heads, one of each warpgroup, as fragments of the A operand.
@@ -245,7 +265,7 @@ struct Consumer {
         }
         if (lane % 4 == 0) {
             shared_store4(rescale_of_head(), make_uint4(__float_as_uint(rescales.x), __float_as_uint(rescales.y),
-                                                        __float_as_uint(upper.running_max), __float_as_uint(lower.running_max)));
+                                                        __float_as_uint(running_max.x), __float_as_uint(running_max.y)));
         }
         if (lane == 0) store_float(memory + REFERENCE + warp * 4, reference);
         mbarrier_arrive(weights_full(GROUP));
@@ -270,10 +290,9 @@ struct Consumer {
     // Adopts the other warpgroup's running max and reference; returns the rescale factors of the accumulators.
     __device__ __forceinline__ float2 follow(const Published& published) {
         const float2 rescales = {__uint_as_float(published.heads.x), __uint_as_float(published.heads.y)};
-        upper.running_max = __uint_as_float(published.heads.z);
-        lower.running_max = __uint_as_float(published.heads.w);
-        upper.sum *= rescales.x;
-        lower.sum *= rescales.y;
+        running_max.x = __uint_as_float(published.heads.z);
+        running_max.y = __uint_as_float(published.heads.w);
+        rescale_sums(rescales, make_float2(0.0f, 0.0f));
         const float factor = set_reference(published.reference);
         return {rescales.x * factor, rescales.y * factor};
     }
@@ -301,7 +320,7 @@ struct Consumer {
     }
 
     __device__ __forceinline__ void issue_quarter(const u32 (&weights)[4][4], int stage, int quarter) {
-        const u32 tiles = stage_tiles(memory, stage) + first_tile(stage, chunk_of(stage, GROUP, quarter)) * TILE_BYTES;
+        const u32 tiles = stage_tiles(opaque(memory), stage) + first_tile(stage, chunk_of(stage, GROUP, quarter)) * TILE_BYTES;
         const auto rows = mn_major(tiles, TILE_BYTES);
         wgmma_fence();
 #pragma unroll
@@ -316,34 +335,21 @@ struct Consumer {
         if (lane == 0) mbarrier_arrive(empty(memory, stage, chunk_of(stage, GROUP, quarter)));
     }
 
-    // Adds up a head's sums over its lanes, and writes them for the other warpgroup.
-    __device__ __forceinline__ void total(Softmax& own, int number) const {
-        own.sum = sum_over_lanes<1, 4>(own.sum);
-        if (lane % 4 == 0) store_float(memory + TOTALS + (GROUP * HEADS + number) * 4, own.sum);
-    }
-
-    // Adds the other warpgroup's sums of a head, once it has written them.
-    __device__ __forceinline__ void add_total(Softmax& own, int number) const {
-        own.sum += load_float(memory + TOTALS + ((1 - GROUP) * HEADS + number) * 4);
-    }
-
-    // The results of a head, after its last block.
-    __device__ __forceinline__ HeadResult result_of(const Softmax& all) const {
-        const bool empty = all.sum == 0.0f;
-        const float max_logit = all.sum == all.sum ? all.running_max * LN_2 : all.sum;  // fmaxf drops NaN
-        return {empty ? minus_infinity() : all.running_max + fast_log2(all.sum), max_logit,
-                empty ? 0.0f : reference / HEADROOM / all.sum};
+    // The results of head `upper` or `lower`, after the last block.
+    __device__ __forceinline__ HeadResult result_of(float running_max, u32 offset) const {
+        const u32 at = memory + TOTALS + offset;
+        const float sum = load_float(at) + load_float(at + HEADS * 4);
+        const bool empty = sum == 0.0f;
+        const float max_logit = sum == sum ? running_max * LN_2 : sum;  // fmaxf drops NaN
+        return {empty ? minus_infinity() : running_max + fast_log2(sum), max_logit, empty ? 0.0f : reference / HEADROOM / sum};
     }
 
     // Merges the sums of both warpgroups and writes the results.
     template <class OutputOf>
     __device__ __forceinline__ void store(const OutputOf& output_of) {
-        total(upper, head);
-        total(lower, head + 8);
         named_barrier_sync(CONSUMER_BARRIER, 2 * WARPS * 32);
-        add_total(upper, head);
-        add_total(lower, head + 8);
-        const HeadResult results[2] = {result_of(upper), result_of(lower)};
+        const int head = warp * 16 + lane / 4;
+        const HeadResult results[2] = {result_of(running_max.x, head * 4), result_of(running_max.y, head * 4 + 32)};
         if (MERGE_IN_CLUSTER) {
             const ClusterMerge end = cluster_merge(memory);
 #pragma unroll
@@ -381,8 +387,8 @@ struct Consumer {
 // The compiler serialises all wgmma of a kernel if a branch, a loop's exit included, lies between wgmma and a wait for some of
 // them. The last pair is therefore told apart before its last products are issued.
 template <class OutputOf>
-__device__ __forceinline__ void attend_first(u32 memory, int pairs, float scale, const OutputOf& output_of) {
-    Consumer<0> consumer(memory, scale);
+__device__ __forceinline__ void attend_first(u32 memory, int pairs, const OutputOf& output_of) {
+    Consumer<0> consumer(memory);
     float s[32];
     if (pairs > 0) {
         u32 parity = 0;  // of the pass over the ring
@@ -390,12 +396,14 @@ __device__ __forceinline__ void attend_first(u32 memory, int pairs, float scale,
         wgmma_wait<0>(s);
         for (int left = pairs;; --left) {
             u32 weights[4][4], factors[8];
+            float2 scales;
             float reference_factor;
-            consumer.finish_scores(s, factors);
-            const float2 rescales = consumer.raise(s, factors, reference_factor);
-            consumer.exponentials(s, weights);
+            consumer.finish_scores(s, factors, scales);
+            const float2 rescales = consumer.raise(s, factors, scales, reference_factor);
+            const float2 sums = consumer.exponentials(s, weights);
             consumer.publish(weights, rescales);
             consumer.issue_values(weights, 0, make_float2(rescales.x * reference_factor, rescales.y * reference_factor));
+            consumer.add_sums(rescales, sums);
             consumer.template finish_values<0>(0);
             const float2 others = consumer.follow(consumer.receive(weights, parity));
             if (left == 1) {
@@ -417,22 +425,24 @@ __device__ __forceinline__ void attend_first(u32 memory, int pairs, float scale,
 
 // Warpgroup 1.
 template <class OutputOf>
-__device__ __forceinline__ void attend_second(u32 memory, int pairs, float scale, const OutputOf& output_of) {
-    Consumer<1> consumer(memory, scale);
+__device__ __forceinline__ void attend_second(u32 memory, int pairs, const OutputOf& output_of) {
+    Consumer<1> consumer(memory);
     float s[32];
     u32 parity = 0;  // of the pass over the ring
     for (int left = pairs; left > 0; --left, parity ^= 1) {
         u32 first[4][4], second[4][4], factors[8];
+        float2 scales;
         float reference_factor;
         consumer.score(s, parity);
         const auto published = consumer.receive(first, parity);  // while the products run
-        consumer.finish_scores(s, factors);
+        consumer.finish_scores(s, factors, scales);
         const float2 others = consumer.follow(published);
-        const float2 sums = consumer.raise(s, factors, reference_factor);
-        const float2 rescales = {sums.x * reference_factor, sums.y * reference_factor};
+        const float2 raised = consumer.raise(s, factors, scales, reference_factor);
         consumer.issue_values(first, 0, others);
-        consumer.exponentials(s, second);
-        consumer.publish(second, sums);
+        const float2 sums = consumer.exponentials(s, second);
+        consumer.publish(second, raised);
+        consumer.add_sums(raised, sums);
+        const float2 rescales = {raised.x * reference_factor, raised.y * reference_factor};
         consumer.template finish_quarter<1>(0, 0);
         consumer.rescale_quarter(0, rescales);
         consumer.issue_quarter(second, 1, 0);
@@ -482,10 +492,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_many_heads(const
         end.merge<4>(output_of());  // producers have few registers
         return;
     }
-    load_queries(memory, start, query.head_stride, min(query.heads - place.first_head, HEADS));
+    const float scale = query.scale * (query.scale_factor == nullptr ? 1.0f : *query.scale_factor) * LOG2_E;
+    load_queries(memory, start, query.head_stride, min(query.heads - place.first_head, HEADS), scale);
     warpgroup_reg_alloc<ATTEND_REGISTERS>();
-    const float scale = query.scale * (query.scale_factor == nullptr ? 1.0f : *query.scale_factor);
     const int pairs = (work.end - work.begin + 1) / STAGES;
-    if (warpgroup == 0) attend_first(memory, pairs, scale, output_of);
-    else attend_second(memory, pairs, scale, output_of);
+    if (warpgroup == 0) attend_first(memory, pairs, output_of);
+    else attend_second(memory, pairs, output_of);
 }

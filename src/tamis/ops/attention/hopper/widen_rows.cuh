@@ -9,6 +9,12 @@
 // two is exact down to 2**-30 of that. V3.2's bf16 columns, which are only keys, stay bf16 and are multiplied with 2**-E,
 // which is at most 2**66.
 #pragma once
+#ifndef POLL
+#define POLL 0
+#endif
+#ifndef AHEAD
+#define AHEAD 0
+#endif
 #include "items.cuh"
 #include "scaled_numbers.cuh"
 #include "stages.cuh"
@@ -29,9 +35,24 @@ struct RowCopier {
     __device__ __forceinline__ RowCopier(const Work<SELECTIONS>& work, int warp, int lane)
         : warp(warp), lane(lane), walker(work, warp * WARP_ROWS + lane % WARP_ROWS) {}
 
+    const unsigned char* ahead = nullptr;
+    u32 ahead_exponents = 0;
+    __device__ __forceinline__ void fetch_ahead() {
+        ahead = walker.next(ahead_exponents);
+        if (ahead != nullptr) {
+            prefetch_l2(ahead + lane / 8 * 128);
+            if (lane / 8 * 128 + 512 < ROW_BYTES) prefetch_l2(ahead + lane / 8 * 128 + 512);
+        }
+    }
+
     // Finds the rows of the next block, and lets every lane know those that it copies.
     __device__ __forceinline__ void look_up() {
+#if AHEAD
+        row = ahead;
+        to_exponents = ahead_exponents;
+#else
         row = walker.next(to_exponents);
+#endif
         present = __ballot_sync(FULL_MASK, row != nullptr);
         const auto address = reinterpret_cast<unsigned long long>(row);
 #pragma unroll
@@ -244,15 +265,33 @@ __device__ __forceinline__ void dequantise_rows(u32 memory, const Work<SELECTION
     const int warp = threadIdx.x / 32 % PRODUCER_WARPS, lane = threadIdx.x % 32, pairs = (work.end - work.begin + 1) / STAGES;
     RowCopier rows(work, warp, lane);
     u32 parity = 1;  // of the empty mbarriers' phases that must have ended before the next block is copied
-    const auto copy = [&](int stage) {
-        rows.look_up();
+    int copied = 0;
+    const auto copy_chunk = [&](int stage, int chunk) {
+        if (chunk == 0) rows.copy_first(memory, stage);
+        else rows.copy_quarter(memory, stage, first_tile(stage, chunk) / 2);
+    };
+    const auto poll = [&](int stage) {
 #pragma unroll
         for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+            if (copied != chunk) continue;
+            if ((chunk > 0 || TILES > 8) && __ballot_sync(FULL_MASK, mbarrier_test(empty(memory, stage, chunk), parity)) != FULL_MASK) break;
+            copy_chunk(stage, chunk);
+            ++copied;
+        }
+    };
+    const auto copy = [&](int stage) {
+        if (!POLL) rows.look_up();
+#pragma unroll
+        for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+            if (POLL && chunk < copied) continue;
             // V4's columns and all scales have room of their own, which this warp has read.
             if (chunk > 0 || TILES > 8) mbarrier_wait(empty(memory, stage, chunk), parity);
-            if (chunk == 0) rows.copy_first(memory, stage);
-            else rows.copy_quarter(memory, stage, first_tile(stage, chunk) / 2);
+            copy_chunk(stage, chunk);
         }
+        copied = 0;
+#if AHEAD
+        rows.fetch_ahead();
+#endif
     };
     const auto arrive = [&](int stage, int load) {
         fence_async_proxy();
@@ -260,6 +299,10 @@ __device__ __forceinline__ void dequantise_rows(u32 memory, const Work<SELECTION
         if (lane % 8 == 0) mbarrier_arrive(full(memory, stage, load));
     };
     if (pairs == 0) return;
+#if AHEAD
+    rows.fetch_ahead();
+#endif
+    if (POLL) rows.look_up();
     copy(0);
     for (int left = pairs; left > 0; --left) {
 #pragma unroll
@@ -283,6 +326,21 @@ __device__ __forceinline__ void dequantise_rows(u32 memory, const Work<SELECTION
             cp_async_wait<2>();
             widen(2);
             arrive(stage, 0);
+            if (POLL) {
+                cp_async_wait<0>();
+                if (stage == 1) parity ^= 1;
+                if (stage == 0 || left > 1) {
+                    rows.look_up();
+                    poll(1 - stage);
+                }
+                widen(3);
+                arrive(stage, 1);
+                if (stage == 0 || left > 1) poll(1 - stage);
+                widen(4);
+                arrive(stage, 2);
+                if (stage == 0 || left > 1) copy(1 - stage);
+                continue;
+            }
             cp_async_wait<1>();
             widen(3);
             arrive(stage, 1);
