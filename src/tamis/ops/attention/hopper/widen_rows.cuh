@@ -12,6 +12,9 @@
 #ifndef POLL
 #define POLL 0
 #endif
+#ifndef NOFENCE
+#define NOFENCE 0
+#endif
 #ifndef AHEAD
 #define AHEAD 0
 #endif
@@ -31,9 +34,21 @@ struct RowCopier {
     u32 to_exponents = 0;                     // from that row to its scale exponents
     const unsigned char* from[2] = {};        // this lane's units of both rows; null if a row does not exist
     u32 present = 0;                          // a bit for each row that exists
+    // Addresses for row lane / 8 of the first tile of the ring. All others differ from them by constants.
+    u32 copied_to;   // where this lane copies 16 codes of 128 columns
+    u32 codes_at[2];  // where it loads its unit of eight codes of each tile
+    u32 units_at[2];  // where its unit of eight numbers is, for i = 0 and, less 512, for i = 1
 
-    __device__ __forceinline__ RowCopier(const Work<SELECTIONS>& work, int warp, int lane)
-        : warp(warp), lane(lane), walker(work, warp * WARP_ROWS + lane % WARP_ROWS) {}
+    __device__ __forceinline__ RowCopier(u32 memory, const Work<SELECTIONS>& work, int warp, int lane)
+        : warp(warp), lane(lane), walker(work, warp * WARP_ROWS + lane % WARP_ROWS) {
+        // The codes of odd rows are swapped by 64 bytes, so that loads of two neighbouring rows lie in different banks.
+        const u32 row = memory + RING + warp * 1024 + lane / 8 * 128, swap = lane / 8 % 2 * 64;
+        copied_to = row + (lane % 8 * 16 ^ swap);
+        codes_at[0] = row + (lane % 8 * 8 ^ swap);
+        codes_at[1] = row + (lane % 8 * 8 ^ swap ^ 64);
+        units_at[0] = row + (lane % 8 ^ lane / 8) * 16;
+        units_at[1] = row + (lane % 8 ^ lane / 8 ^ 4) * 16;
+    }
 
     const unsigned char* ahead = nullptr;
     u32 ahead_exponents = 0;
@@ -73,38 +88,34 @@ struct RowCopier {
         }
 #pragma unroll
         for (int i = 0; i < (TAIL_COLUMNS ? 2 : 0); ++i) {
-            cp_async_zfill<16>(tail(memory, stage, i), from[i] + TAIL_AT, from[i] != nullptr);
+            cp_async_zfill<16>(tail(stage, i), from[i] + TAIL_AT, from[i] != nullptr);
         }
         cp_async_commit();
     }
 
-    // Copies the codes of a quarter of the values. Those of odd rows are swapped by 64 bytes, so that loads of eight bytes of
-    // two neighbouring rows lie in different banks.
-    __device__ __forceinline__ void copy_quarter(u32 memory, int stage, int quarter) const {
-        const u32 to = codes(memory, stage, quarter) + (lane % 8 * 16 ^ swap());
+    // Copies the codes of a quarter of the values.
+    __device__ __forceinline__ void copy_quarter(int stage, int quarter) const {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             if (V4 && quarter == 3 && lane % 8 >= 4) continue;
-            cp_async_zfill<16>(to + i * 512, from[i] + quarter * 128, from[i] != nullptr);
+            cp_async_zfill<16>(copied_to + tile(stage, quarter * 2) + i * 512, from[i] + quarter * 128, from[i] != nullptr);
         }
         cp_async_commit();
     }
 
-    __device__ __forceinline__ u32 swap() const { return lane / 8 % 2 * 64; }
+    // The offset of a tile in the ring.
+    static __device__ __forceinline__ u32 tile(int stage, int tile) { return stage * STAGE_BYTES + tile * TILE_BYTES; }
 
-    // The address of the codes of row lane / 8 in a quarter's first tile.
-    __device__ __forceinline__ u32 codes(u32 memory, int stage, int quarter) const {
-        return stage_tiles(memory, stage) + quarter * 2 * TILE_BYTES + warp * 1024 + lane / 8 * 128;
+    __device__ __forceinline__ uint2 codes(int stage, int quarter, int half, int i) const {
+        return shared_load2(codes_at[half] + tile(stage, quarter * 2) + i * 512);
     }
 
     // The address of this lane's unit of row lane / 8 + 4 * i in a tile.
-    __device__ __forceinline__ u32 unit(u32 tile, int i) const {
-        return tile + swizzled(warp * WARP_ROWS + lane / 8 + 4 * i, lane % 8);
-    }
+    __device__ __forceinline__ u32 unit(u32 tile, int i) const { return units_at[i] + tile + i * 512; }
 
     // The address of this lane's unit of bf16 columns.
-    __device__ __forceinline__ u32 tail(u32 memory, int stage, int i) const {
-        return V4 ? unit(memory + TAILS + stage * TILE_BYTES, i) : unit(stage_tiles(memory, stage) + 8 * TILE_BYTES, i);
+    __device__ __forceinline__ u32 tail(int stage, int i) const {
+        return unit(V4 ? TAILS - RING + stage * TILE_BYTES : tile(stage, 8), i);
     }
 };
 
@@ -181,8 +192,8 @@ __device__ __forceinline__ bool read_scales(u32 memory, const RowCopier& rows, i
     const RawScales raw[2] = {RawScales(from), RawScales(from + 4 * SCALE_BYTES)};
     int exponents[2] = {raw[0].largest, raw[1].largest};
     if (V4) {
-        u32 largest = max_abs(shared_load4(rows.tail(memory, stage, 0)));
-        largest |= max_abs(shared_load4(rows.tail(memory, stage, 1))) << 16;
+        u32 largest = max_abs(shared_load4(rows.tail(stage, 0)));
+        largest |= max_abs(shared_load4(rows.tail(stage, 1))) << 16;
 #pragma unroll
         for (int step = 1; step < 8; step *= 2) largest = __vmaxu2(largest, __shfl_xor_sync(FULL_MASK, largest, step));
         exponents[0] = max(exponents[0], static_cast<int>(largest >> 7 & 0x1FF) - (VALUE_EXPONENT - SCALE_EXPONENT));
@@ -204,28 +215,25 @@ __device__ __forceinline__ bool read_scales(u32 memory, const RowCopier& rows, i
 struct Codes {
     uint2 bytes[2][2];
 
-    // `tiles`: 1 if the second tile is V4's bf16 columns.
-    __device__ __forceinline__ Codes(u32 memory, const RowCopier& rows, int stage, int quarter) {
-        const u32 from = rows.codes(memory, stage, quarter) + (rows.lane % 8 * 8 ^ rows.swap());
+    __device__ __forceinline__ Codes(const RowCopier& rows, int stage, int quarter) {
 #pragma unroll
         for (int tile = 0; tile < 2; ++tile) {
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                if (tile == 0 || !V4 || quarter != 3) bytes[tile][i] = shared_load2((from ^ tile * 64) + i * 512);
+                if (tile == 0 || !V4 || quarter != 3) bytes[tile][i] = rows.codes(stage, quarter, tile, i);
             }
         }
     }
 
     template <bool SMALL>
-    __device__ __forceinline__ void store(
-        u32 memory, const RowCopier& rows, const Scales (&scales)[2], int stage, int quarter) const {
+    __device__ __forceinline__ void store(const RowCopier& rows, const Scales (&scales)[2], int stage, int quarter) const {
 #pragma unroll
         for (int tile = 0; tile < 2; ++tile) {
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                const u32 to = rows.unit(stage_tiles(memory, stage) + (quarter * 2 + tile) * TILE_BYTES, i);
+                const u32 to = rows.unit(rows.tile(stage, quarter * 2 + tile), i);
                 if (V4 && quarter == 3 && tile == 1) {
-                    shared_store4(to, bf16_to_fp16(shared_load4(rows.tail(memory, stage, i)), scales[i].inverse()));
+                    shared_store4(to, bf16_to_fp16(shared_load4(rows.tail(stage, i)), scales[i].inverse()));
                     continue;
                 }
                 uint4 numbers = dequantise(bytes[tile][i], scales[i].template of_tile<SMALL>(quarter * 2 + tile));
@@ -240,11 +248,11 @@ struct Codes {
 
 // Turns the codes of a quarter into fp16. `small`: whether fp16 does not hold all scales in full.
 __device__ __forceinline__ void widen_quarter(
-    u32 memory, const RowCopier& rows, const Scales (&scales)[2], int stage, int quarter, bool small) {
-    const Codes codes(memory, rows, stage, quarter);
+    const RowCopier& rows, const Scales (&scales)[2], int stage, int quarter, bool small) {
+    const Codes codes(rows, stage, quarter);
     __syncwarp();  // all lanes have read the codes, which are overwritten
-    if (small) codes.store<true>(memory, rows, scales, stage, quarter);
-    else codes.store<false>(memory, rows, scales, stage, quarter);
+    if (small) codes.store<true>(rows, scales, stage, quarter);
+    else codes.store<false>(rows, scales, stage, quarter);
 }
 
 // Stores the factors of the warp's rows. Consumers read the factors of a lane's 16 columns together.
@@ -263,12 +271,12 @@ __device__ __forceinline__ void store_factors(u32 memory, const RowCopier& rows,
 // Warpgroups 2 and 3.
 __device__ __forceinline__ void dequantise_rows(u32 memory, const Work<SELECTIONS>& work) {
     const int warp = threadIdx.x / 32 % PRODUCER_WARPS, lane = threadIdx.x % 32, pairs = (work.end - work.begin + 1) / STAGES;
-    RowCopier rows(work, warp, lane);
+    RowCopier rows(memory, work, warp, lane);
     u32 parity = 1;  // of the empty mbarriers' phases that must have ended before the next block is copied
     int copied = 0;
     const auto copy_chunk = [&](int stage, int chunk) {
         if (chunk == 0) rows.copy_first(memory, stage);
-        else rows.copy_quarter(memory, stage, first_tile(stage, chunk) / 2);
+        else rows.copy_quarter(stage, first_tile(stage, chunk) / 2);
     };
     const auto poll = [&](int stage) {
 #pragma unroll
@@ -294,7 +302,9 @@ __device__ __forceinline__ void dequantise_rows(u32 memory, const Work<SELECTION
 #endif
     };
     const auto arrive = [&](int stage, int load) {
+#if !NOFENCE
         fence_async_proxy();
+#endif
         __syncwarp();
         if (lane % 8 == 0) mbarrier_arrive(full(memory, stage, load));
     };
@@ -314,12 +324,12 @@ __device__ __forceinline__ void dequantise_rows(u32 memory, const Work<SELECTION
             store_factors(memory, rows, scales, stage);
 #pragma unroll
             for (int i = 0; i < (TILES > 8 ? 2 : 0); ++i) {
-                const u32 at = rows.tail(memory, stage, i);
+                const u32 at = rows.tail(stage, i);
                 shared_store4(at, scale_bf16(shared_load4(at), scales[i].inverse()));
             }
             const auto widen = [&](int chunk) {
                 __syncwarp();
-                widen_quarter(memory, rows, scales, stage, first_tile(stage, chunk) / 2, small);
+                widen_quarter(rows, scales, stage, first_tile(stage, chunk) / 2, small);
             };
             cp_async_wait<3>();
             widen(1);
