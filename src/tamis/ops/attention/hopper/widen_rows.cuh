@@ -186,9 +186,14 @@ struct RawScales {
     }
 };
 
+// The address of the scales of row lane / 8; those of the lane's other row are four rows on.
+__device__ __forceinline__ u32 scales_of(u32 memory, const RowCopier& rows, int stage) {
+    return memory + SCALES + (stage % SCALE_STAGES * BLOCK_ROWS + rows.warp * WARP_ROWS + rows.lane / 8) * SCALE_BYTES;
+}
+
 // Reads the scales of this lane's two rows. Returns whether fp16 does not hold all of the warp's scales in full.
 __device__ __forceinline__ bool read_scales(u32 memory, const RowCopier& rows, int stage, Scales (&scales)[2]) {
-    const u32 from = memory + SCALES + (stage % SCALE_STAGES * BLOCK_ROWS + rows.warp * WARP_ROWS + rows.lane / 8) * SCALE_BYTES;
+    const u32 from = scales_of(memory, rows, stage);
     const RawScales raw[2] = {RawScales(from), RawScales(from + 4 * SCALE_BYTES)};
     int exponents[2] = {raw[0].largest, raw[1].largest};
     if (V4) {
@@ -248,8 +253,12 @@ struct Codes {
 
 // Turns the codes of a quarter into fp16. `small`: whether fp16 does not hold all scales in full.
 __device__ __forceinline__ void widen_quarter(
-    const RowCopier& rows, const Scales (&scales)[2], int stage, int quarter, bool small) {
+    u32 memory, const RowCopier& rows, Scales (&scales)[2], int stage, int quarter, bool small) {
     const Codes codes(rows, stage, quarter);
+#pragma unroll
+    for (int i = 0; i < (V4 ? 2 : 0); ++i) {  // again, since registers are scarce
+        scales[i].words = shared_load2(scales_of(opaque(memory), rows, stage) + 4 * i * SCALE_BYTES);
+    }
     __syncwarp();  // all lanes have read the codes, which are overwritten
     if (small) codes.store<true>(rows, scales, stage, quarter);
     else codes.store<false>(rows, scales, stage, quarter);
@@ -329,7 +338,7 @@ __device__ __forceinline__ void dequantise_rows(u32 memory, const Work<SELECTION
             }
             const auto widen = [&](int chunk) {
                 __syncwarp();
-                widen_quarter(rows, scales, stage, first_tile(stage, chunk) / 2, small);
+                widen_quarter(memory, rows, scales, stage, first_tile(stage, chunk) / 2, small);
             };
             cp_async_wait<3>();
             widen(1);
