@@ -464,7 +464,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_many_heads(const
     const QueryParams& query = params.query;
     if (threadIdx.x == 0) {
         for (int stage = 0; stage < STAGES; ++stage) {
-            for (int load = 0; load < LOADS; ++load) mbarrier_init(full(memory, stage, load), PRODUCER_WARPS * 4);
+            for (int load = 0; load < LOADS; ++load) mbarrier_init(full(memory, stage, load), WARPS * 4);
             for (int chunk = 0; chunk < CHUNKS; ++chunk) mbarrier_init(empty(memory, stage, chunk), WARPS);
         }
         for (int i = 0; i < 2 * WARPS; ++i) mbarrier_init(memory + WEIGHTS_FULL + i * 8, 32);
@@ -485,7 +485,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_many_heads(const
     const int warpgroup = threadIdx.x / (WARPS * 32);
     if (warpgroup >= 2) {
         warpgroup_reg_dealloc<DEQUANTISE_REGISTERS>();
-        dequantise_rows(memory, work);
+        if (warpgroup == 2) dequantise_rows<0>(memory, work);
+        else dequantise_rows<1>(memory, work);
         if (!MERGE_IN_CLUSTER) return;
         const ClusterMerge end = cluster_merge(memory);
         end.weigh_split(threadIdx.x % (2 * WARPS * 32), output_of());

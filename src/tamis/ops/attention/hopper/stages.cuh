@@ -6,8 +6,8 @@
 #pragma once
 #include "items.cuh"
 
-constexpr int WARPS = 4, PRODUCER_WARPS = 8;            // warps of a warpgroup; of the two that dequantise
-constexpr int WARP_ROWS = BLOCK_ROWS / PRODUCER_WARPS;  // rows of a block that one producer warp widens
+constexpr int WARPS = 4;                       // warps of a warpgroup
+constexpr int WARP_ROWS = BLOCK_ROWS / WARPS;  // rows of a block that one producer warp widens
 constexpr int WIDTH = V4 ? 512 : 512 + ROPE_COLUMNS, TILES = WIDTH / 64;  // columns of a row, and tiles of 64 columns
 constexpr int LATENT = V4 ? 448 : 512;                                    // columns in e4m3, one byte each
 constexpr int TAIL_COLUMNS = WIDTH - LATENT;                              // columns in bf16
@@ -31,15 +31,14 @@ constexpr int LOADS = 3;
 __device__ constexpr int first_chunk(int load) { return load == 0 ? 0 : load + 2; }
 __device__ constexpr int last_chunk(int load) { return load + 2; }
 
-// V4 has room for scales and bf16 columns of two blocks, V3.2 for the scales of one.
-constexpr int SCALE_STAGES = V4 ? STAGES : 1;
+// V4 has room for scales and bf16 columns.
 constexpr u32 STAGE_BYTES = TILES * TILE_BYTES, FACTOR_BYTES = BLOCK_ROWS * 2;
 constexpr u32 QUERIES = 0;                              // [TILES][64 heads][64 columns] fp16; V3.2's last tile bf16
 constexpr u32 RING = QUERIES + STAGE_BYTES;             // [STAGES][TILES][64 rows][64 columns] fp16, as queries
 constexpr u32 WEIGHTS = RING + STAGES * STAGE_BYTES;    // [WARPS][4][32] fragments, written by the warpgroups in turn
 constexpr u32 TAILS = WEIGHTS + WARPS * 4 * 32 * 16;    // V4: [STAGES][64 rows][64 columns] bf16
-constexpr u32 SCALES = TAILS + (V4 ? STAGES * TILE_BYTES : 0);  // [SCALE_STAGES][BLOCK_ROWS][SCALE_BYTES] as in the cache
-constexpr u32 FACTORS = SCALES + SCALE_STAGES * BLOCK_ROWS * SCALE_BYTES;  // [STAGES][4][8][2] bf16: 2**E, or NO_ROW
+constexpr u32 SCALES = TAILS + (V4 ? STAGES * TILE_BYTES : 0);  // V4: [STAGES][BLOCK_ROWS][8] as in the cache
+constexpr u32 FACTORS = SCALES + (V4 ? STAGES * BLOCK_ROWS * SCALE_BYTES : 0);  // [STAGES][4][8][2] bf16: 2**E, or NO_ROW
 constexpr u32 RESCALE = FACTORS + STAGES * FACTOR_BYTES;  // [WARPS][8][4] rescale factors and running max of two heads
 constexpr u32 HEAD_SCALE = RESCALE + WARPS * 8 * 16;    // [HEADS] scales of the queries
 constexpr u32 REFERENCE = HEAD_SCALE + HEADS * 4;       // [WARPS] the largest 2**E so far

@@ -1,48 +1,44 @@
 // Producers of `many_heads.cu`: FP8 rows from global memory to fp16 tiles in the stages of the ring.
 //
-// A producer warp has eight rows of every block, whose 1,024 bytes of each tile no other warp touches. It copies the codes of
-// 128 columns into the first of the two tiles that they will fill, loads them into registers when they have arrived, and
-// stores fp16 numbers over them, so that codes need no room of their own.
+// A warpgroup fills one stage. A warp has 16 rows of a block, whose 2,048 bytes of each tile no other warp touches. It copies the
+// codes of 128 columns into the first of the two tiles that they will fill, loads them into registers when they have arrived,
+// and stores fp16 numbers over them, so that codes need no room of their own.
 //
 // Numbers. A row is stored as fp16 numbers that are multiplied with 2**E. E follows from the largest of the row's scales
 // and, in V4, of its bf16 values, so that its largest values lie just below fp16's largest; an e4m3 value times a power of
 // two is exact down to 2**-30 of that. V3.2's bf16 columns, which are only keys, stay bf16 and are multiplied with 2**-E,
 // which is at most 2**66.
 #pragma once
-#ifndef POLL
-#define POLL 0
+#ifndef AHEAD
+#define AHEAD 0
 #endif
 #ifndef NOFENCE
 #define NOFENCE 0
-#endif
-#ifndef AHEAD
-#define AHEAD 0
 #endif
 #include "items.cuh"
 #include "scaled_numbers.cuh"
 #include "stages.cuh"
 #include "tiles.cuh"
 
+constexpr int LANE_ROWS = WARP_ROWS / 4;  // rows of a lane: lane / 8 + 4 * i
+
 // ---- Copies
 
-// Copies a producer warp's eight rows of a block. Eight lanes copy 128 bytes of a row at a time; a lane copies one 16-byte unit
-// of the rows lane / 8 and lane / 8 + 4.
-struct RowCopier {
+// A producer warp's 16 rows of the blocks of stage STAGE. Eight lanes copy 128 bytes of a row at a time.
+template <int STAGE>
+struct WarpRows {
     int warp, lane;
-    RowWalker<SELECTIONS, ROW_BYTES> walker;  // of row lane % 8
-    const unsigned char* row = nullptr;       // row lane % 8 of the block that is copied next
-    u32 to_exponents = 0;                     // from that row to its scale exponents
-    const unsigned char* from[2] = {};        // this lane's units of both rows; null if a row does not exist
-    u32 present = 0;                          // a bit for each row that exists
-    // Addresses for row lane / 8 of the first tile of the ring. All others differ from them by constants.
-    u32 copied_to;   // where this lane copies 16 codes of 128 columns
+    RowWalker<SELECTIONS, ROW_BYTES, STAGES> walker;  // of row lane % 16
+    u32 present = 0;                                  // a bit for each row of the current block that exists
+    // Addresses for row lane / 8 of the stage's first tile. All others differ from them by constants.
+    u32 copied_to;    // where this lane copies 16 codes of 128 columns
     u32 codes_at[2];  // where it loads its unit of eight codes of each tile
-    u32 units_at[2];  // where its unit of eight numbers is, for i = 0 and, less 512, for i = 1
+    u32 units_at[2];  // where its unit of eight numbers is, for even i, and less 512 for odd i
 
-    __device__ __forceinline__ RowCopier(u32 memory, const Work<SELECTIONS>& work, int warp, int lane)
-        : warp(warp), lane(lane), walker(work, warp * WARP_ROWS + lane % WARP_ROWS) {
+    __device__ __forceinline__ WarpRows(u32 memory, const Work<SELECTIONS>& work, int warp, int lane)
+        : warp(warp), lane(lane), walker(work, warp * WARP_ROWS + lane % WARP_ROWS, STAGE) {
         // The codes of odd rows are swapped by 64 bytes, so that loads of two neighbouring rows lie in different banks.
-        const u32 row = memory + RING + warp * 1024 + lane / 8 * 128, swap = lane / 8 % 2 * 64;
+        const u32 row = stage_tiles(memory, STAGE) + warp * (WARP_ROWS * 128) + lane / 8 * 128, swap = lane / 8 % 2 * 64;
         copied_to = row + (lane % 8 * 16 ^ swap);
         codes_at[0] = row + (lane % 8 * 8 ^ swap);
         codes_at[1] = row + (lane % 8 * 8 ^ swap ^ 64);
@@ -50,98 +46,85 @@ struct RowCopier {
         units_at[1] = row + (lane % 8 ^ lane / 8 ^ 4) * 16;
     }
 
-    const unsigned char* ahead = nullptr;
-    u32 ahead_exponents = 0;
-    __device__ __forceinline__ void fetch_ahead() {
-        ahead = walker.next(ahead_exponents);
-        if (ahead != nullptr) {
-            prefetch_l2(ahead + lane / 8 * 128);
-            if (lane / 8 * 128 + 512 < ROW_BYTES) prefetch_l2(ahead + lane / 8 * 128 + 512);
-        }
+    // The quarter of the values in a chunk.
+    static __device__ __forceinline__ constexpr int quarter_of(int chunk) { return first_tile(STAGE, chunk) / 2; }
+
+    // The address of this lane's unit of row lane / 8 + 4 * i in a tile.
+    __device__ __forceinline__ u32 unit(u32 tile, int i) const { return units_at[i % 2] + tile * TILE_BYTES + i * 512; }
+
+    // The address of this lane's unit of bf16 columns.
+    __device__ __forceinline__ u32 tail(int i) const {
+        return V4 ? unit(0, i) + (TAILS - RING) + STAGE * TILE_BYTES - STAGE * STAGE_BYTES : unit(8, i);
     }
 
-    // Finds the rows of the next block, and lets every lane know those that it copies.
-    __device__ __forceinline__ void look_up() {
+    // The address of the scales of row lane % 16. V3.2 keeps them in the second tile of chunk 1, until that is filled.
+    __device__ __forceinline__ u32 scales(u32 memory, int row) const {
+        if (V4) return memory + SCALES + (STAGE * BLOCK_ROWS + warp * WARP_ROWS + row) * SCALE_BYTES;
+        return stage_tiles(memory, STAGE) + (first_tile(STAGE, 1) + 1) * TILE_BYTES + warp * (WARP_ROWS * 128) + row * SCALE_BYTES;
+    }
+
+    // Copies the next block of the stage, chunk by chunk as consumers release them, each as a cp.async group. `parity`: of the
+    // phases of the empty mbarriers that must have ended.
+    __device__ __forceinline__ void copy(u32 memory, u32 parity) {
+        u32 to_exponents;
+        const unsigned char* const row = walker.next(to_exponents);
 #if AHEAD
-        row = ahead;
-        to_exponents = ahead_exponents;
-#else
-        row = walker.next(to_exponents);
+        if (row != nullptr) {
+#pragma unroll
+            for (int k = 0; k < 3; ++k) {
+                if (k * 256 + 128 < ROW_BYTES || lane < 16) prefetch_l2(row + lane / 16 * 128 + k * 256);
+            }
+        }
 #endif
         present = __ballot_sync(FULL_MASK, row != nullptr);
         const auto address = reinterpret_cast<unsigned long long>(row);
+        const unsigned char* from[LANE_ROWS];  // this lane's 16 bytes of its rows; null if a row does not exist
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
+        for (int i = 0; i < LANE_ROWS; ++i) {
             const u32 low = __shfl_sync(FULL_MASK, static_cast<u32>(address), lane / 8 + 4 * i);
             const u32 high = __shfl_sync(FULL_MASK, static_cast<u32>(address >> 32), lane / 8 + 4 * i);
             const auto whole = static_cast<unsigned long long>(high) << 32 | low;
             from[i] = whole == 0 ? nullptr : reinterpret_cast<const unsigned char*>(whole) + lane % 8 * 16;
         }
-    }
-
-    // Copies scales and bf16 columns. V3.2's columns go where they stay.
-    __device__ __forceinline__ void copy_first(u32 memory, int stage) const {
-        const u32 scales = memory + SCALES + (stage % SCALE_STAGES * BLOCK_ROWS + warp * WARP_ROWS + lane) * SCALE_BYTES;
-        if (lane < WARP_ROWS) {
-            if (V4) cp_async_zfill<8>(scales, row + to_exponents, row != nullptr);
-            else cp_async_zfill<16>(scales, row + LATENT, row != nullptr);
-        }
 #pragma unroll
-        for (int i = 0; i < (TAIL_COLUMNS ? 2 : 0); ++i) {
-            cp_async_zfill<16>(tail(stage, i), from[i] + TAIL_AT, from[i] != nullptr);
-        }
-        cp_async_commit();
-    }
-
-    // Copies the codes of a quarter of the values.
-    __device__ __forceinline__ void copy_quarter(int stage, int quarter) const {
+        for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+            // V4's scales and columns of 16 bits have room of their own, which this warp has read.
+            if (chunk > 0 || TILES > 8) mbarrier_wait(empty(memory, STAGE, chunk), parity);
+            if (chunk == !V4 && lane < WARP_ROWS) {
+                if (V4) cp_async_zfill<8>(scales(memory, lane), row + to_exponents, row != nullptr);
+                else cp_async_zfill<16>(scales(memory, lane), row + LATENT, row != nullptr);
+            }
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            if (V4 && quarter == 3 && lane % 8 >= 4) continue;
-            cp_async_zfill<16>(copied_to + tile(stage, quarter * 2) + i * 512, from[i] + quarter * 128, from[i] != nullptr);
+            for (int i = 0; i < LANE_ROWS; ++i) {
+                if (chunk == 0) {
+                    if (TAIL_COLUMNS) cp_async_zfill<16>(tail(i), from[i] + TAIL_AT, from[i] != nullptr);
+                } else if (!V4 || quarter_of(chunk) != 3 || lane % 8 < 4) {
+                    const u32 to = copied_to + quarter_of(chunk) * 2 * TILE_BYTES + i * 512;
+                    cp_async_zfill<16>(to, from[i] + quarter_of(chunk) * 128, from[i] != nullptr);
+                }
+            }
+            cp_async_commit();
         }
-        cp_async_commit();
-    }
-
-    // The offset of a tile in the ring.
-    static __device__ __forceinline__ u32 tile(int stage, int tile) { return stage * STAGE_BYTES + tile * TILE_BYTES; }
-
-    __device__ __forceinline__ uint2 codes(int stage, int quarter, int half, int i) const {
-        return shared_load2(codes_at[half] + tile(stage, quarter * 2) + i * 512);
-    }
-
-    // The address of this lane's unit of row lane / 8 + 4 * i in a tile.
-    __device__ __forceinline__ u32 unit(u32 tile, int i) const { return units_at[i] + tile + i * 512; }
-
-    // The address of this lane's unit of bf16 columns.
-    __device__ __forceinline__ u32 tail(int stage, int i) const {
-        return unit(V4 ? TAILS - RING + stage * TILE_BYTES : tile(stage, 8), i);
     }
 };
 
 // ---- Scales
 
 // The scales of a row, relative to its power of two, as fp16 (V3.2) or as exponent bytes (V4). V3.2 stores a scale below
-// fp16's range as -scale * 2**14; `Codes::store` then multiplies its columns with -2**-14.
+// fp16's range as -scale * 2**14; `finish_small` then multiplies its columns with -2**-14.
 struct Scales {
     uint2 words;   // V3.2: four scales; V4: seven exponents
     int exponent;  // E + SCALE_EXPONENT, with float32's bias
 
-    // The scale of a tile, in both halves of a word. Without SMALL, V4's exponents are converted in pairs.
-    template <bool SMALL>
+    // The scale of a tile, in both halves of a word.
     __device__ __forceinline__ u32 of_tile(int tile) const {
         const u32 word = tile < 4 ? words.x : words.y;
         if (!V4) return __byte_perm(word, 0, tile % 4 < 2 ? 0x1010 : 0x3232);
-        if (SMALL) {
-            const int byte = word >> 8 * (tile % 4) & 0xFF;
-            const float scale = power_of_two(max(127 + SCALE_EXPONENT + byte - exponent, 0));
-            return pack_fp16(scale, scale);
-        }
-        const u32 two = __byte_perm(word, 0, tile % 4 < 2 ? 0x4140 : 0x4342) - (exponent - SCALE_EXPONENT - 15) * 0x10001;
-        return __byte_perm(two << 10, 0, tile % 2 ? 0x3232 : 0x1010);
+        const int byte = word >> 8 * (tile % 4) & 0xFF;
+        const float scale = power_of_two(max(127 + SCALE_EXPONENT + byte - exponent, 0));
+        return pack_fp16(scale, scale);
     }
 
-    __device__ __forceinline__ bool any_negative() const { return ((words.x | words.y) & 0x80008000u) != 0; }
     __device__ __forceinline__ float row_scale() const { return power_of_two(exponent - SCALE_EXPONENT); }
     __device__ __forceinline__ float inverse() const { return power_of_two(254 + SCALE_EXPONENT - exponent); }
 };
@@ -186,188 +169,142 @@ struct RawScales {
     }
 };
 
-// The address of the scales of row lane / 8; those of the lane's other row are four rows on.
-__device__ __forceinline__ u32 scales_of(u32 memory, const RowCopier& rows, int stage) {
-    return memory + SCALES + (stage % SCALE_STAGES * BLOCK_ROWS + rows.warp * WARP_ROWS + rows.lane / 8) * SCALE_BYTES;
+// The factor 2**E of a row, as bf16.
+__device__ __forceinline__ u32 factor_of(const Scales& scales, bool exists) {
+    // An exponent of 255 means infinity or NaN: it makes the row's logits NaN.
+    const u32 factor = scales.exponent == 255 ? 0x7FC0 : __float_as_uint(scales.row_scale()) >> 16;
+    return exists ? factor : NO_ROW;
 }
 
-// Reads the scales of this lane's two rows. Returns whether fp16 does not hold all of the warp's scales in full.
-__device__ __forceinline__ bool read_scales(u32 memory, const RowCopier& rows, int stage, Scales (&scales)[2]) {
-    const u32 from = scales_of(memory, rows, stage);
-    const RawScales raw[2] = {RawScales(from), RawScales(from + 4 * SCALE_BYTES)};
-    int exponents[2] = {raw[0].largest, raw[1].largest};
-    if (V4) {
-        u32 largest = max_abs(shared_load4(rows.tail(stage, 0)));
-        largest |= max_abs(shared_load4(rows.tail(stage, 1))) << 16;
+// Stores the factors of a row of even number and of the next one. Consumers read the factors of a lane's 16 columns together.
+template <int STAGE>
+__device__ __forceinline__ void store_factors(u32 memory, const WarpRows<STAGE>& rows, int row, u32 first, u32 second) {
+    const u32 at = memory + FACTORS + STAGE * FACTOR_BYTES + (row % 8 / 2 * 8 + rows.warp * 2 + row / 8) * 4;
+    shared_store(at, second << 16 | first);
+}
+
+// Reads the scales of this lane's rows, and stores the factors of the warp's. Returns whether fp16 does not hold all of the warp's
+// scales in full (V3.2).
+template <int STAGE>
+__device__ __forceinline__ bool read_scales(u32 memory, const WarpRows<STAGE>& rows, Scales (&scales)[LANE_ROWS]) {
+    const int lane = rows.lane;
+    if (!V4) {  // each lane does the work for row lane % 16
+        const RawScales raw(rows.scales(memory, lane % WARP_ROWS));
+        const bool small = __any_sync(FULL_MASK, !raw.fits(raw.largest));
+        Scales own = raw.relative_to<false>(raw.largest);
+        if (small) own = raw.relative_to<true>(raw.largest);
+        const u32 factor = factor_of(own, rows.present >> lane % WARP_ROWS & 1), next = __shfl_xor_sync(FULL_MASK, factor, 1);
+        if (lane < WARP_ROWS && lane % 2 == 0) store_factors(memory, rows, lane, factor, next);
 #pragma unroll
-        for (int step = 1; step < 8; step *= 2) largest = __vmaxu2(largest, __shfl_xor_sync(FULL_MASK, largest, step));
-        exponents[0] = max(exponents[0], static_cast<int>(largest >> 7 & 0x1FF) - (VALUE_EXPONENT - SCALE_EXPONENT));
-        exponents[1] = max(exponents[1], static_cast<int>(largest >> 23) - (VALUE_EXPONENT - SCALE_EXPONENT));
+        for (int i = 0; i < LANE_ROWS; ++i) {
+            scales[i].words.x = __shfl_sync(FULL_MASK, own.words.x, lane / 8 + 4 * i);
+            scales[i].words.y = __shfl_sync(FULL_MASK, own.words.y, lane / 8 + 4 * i);
+            scales[i].exponent = __shfl_sync(FULL_MASK, static_cast<u32>(own.exponent), lane / 8 + 4 * i);
+        }
+        return small;
     }
-    const bool small = __any_sync(FULL_MASK, !raw[0].fits(exponents[0]) || !raw[1].fits(exponents[1]));
 #pragma unroll
-    for (int i = 0; i < 2; ++i) scales[i] = raw[i].relative_to<false>(exponents[i]);
-    if (!V4 && small) {
+    for (int i = 0; i < LANE_ROWS; ++i) {
+        const int row = lane / 8 + 4 * i;
+        const RawScales raw(rows.scales(memory, row));
+        u32 largest = max_abs(shared_load4(rows.tail(i)));
 #pragma unroll
-        for (int i = 0; i < 2; ++i) scales[i] = raw[i].relative_to<true>(exponents[i]);
+        for (int step = 1; step < 8; step *= 2) largest = max(largest, __shfl_xor_sync(FULL_MASK, largest, step));
+        scales[i] = raw.relative_to<false>(max(raw.largest, static_cast<int>(largest >> 7) - (VALUE_EXPONENT - SCALE_EXPONENT)));
+        const u32 factor = factor_of(scales[i], rows.present >> row & 1), next = __shfl_xor_sync(FULL_MASK, factor, 8);
+        if (lane % 16 == 0) store_factors(memory, rows, row, factor, next);
     }
-    return small;
+    return false;
 }
 
 // ---- From codes to fp16
 
-// The codes of a quarter of the values: this lane's unit of eight columns, in both tiles and both rows.
-struct Codes {
-    uint2 bytes[2][2];
-
-    __device__ __forceinline__ Codes(const RowCopier& rows, int stage, int quarter) {
+// Turns the codes of a quarter of the values of eight rows into fp16: a lane's unit of eight columns of both tiles, in its rows
+// 2 * half and 2 * half + 1.
+template <int STAGE>
+__device__ __forceinline__ void widen_rows(
+    u32 memory, const WarpRows<STAGE>& rows, const Scales (&scales)[LANE_ROWS], int quarter, int half) {
+    const bool has_tail = V4 && quarter == 3;
+    uint2 codes[2][2];
 #pragma unroll
-        for (int tile = 0; tile < 2; ++tile) {
+    for (int tile = 0; tile < (has_tail ? 1 : 2); ++tile) {
 #pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                if (tile == 0 || !V4 || quarter != 3) bytes[tile][i] = rows.codes(stage, quarter, tile, i);
-            }
+        for (int i = 0; i < 2; ++i) {
+            codes[tile][i] = shared_load2(rows.codes_at[tile] + quarter * 2 * TILE_BYTES + half * 1024 + i * 512);
         }
-    }
-
-    template <bool SMALL>
-    __device__ __forceinline__ void store(const RowCopier& rows, const Scales (&scales)[2], int stage, int quarter) const {
-#pragma unroll
-        for (int tile = 0; tile < 2; ++tile) {
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const u32 to = rows.unit(rows.tile(stage, quarter * 2 + tile), i);
-                if (V4 && quarter == 3 && tile == 1) {
-                    shared_store4(to, bf16_to_fp16(shared_load4(rows.tail(stage, i)), scales[i].inverse()));
-                    continue;
-                }
-                uint4 numbers = dequantise(bytes[tile][i], scales[i].template of_tile<SMALL>(quarter * 2 + tile));
-                if (!V4 && SMALL && static_cast<int>(scales[i].template of_tile<true>(quarter * 2)) < 0) {
-                    numbers = mul_fp16x8(numbers, 0x84008400);  // -2**-14
-                }
-                shared_store4(to, numbers);
-            }
-        }
-    }
-};
-
-// Turns the codes of a quarter into fp16. `small`: whether fp16 does not hold all scales in full.
-__device__ __forceinline__ void widen_quarter(
-    u32 memory, const RowCopier& rows, Scales (&scales)[2], int stage, int quarter, bool small) {
-    const Codes codes(rows, stage, quarter);
-#pragma unroll
-    for (int i = 0; i < (V4 ? 2 : 0); ++i) {  // again, since registers are scarce
-        scales[i].words = shared_load2(scales_of(opaque(memory), rows, stage) + 4 * i * SCALE_BYTES);
     }
     __syncwarp();  // all lanes have read the codes, which are overwritten
-    if (small) codes.store<true>(rows, scales, stage, quarter);
-    else codes.store<false>(rows, scales, stage, quarter);
-}
-
-// Stores the factors of the warp's rows. Consumers read the factors of a lane's 16 columns together.
-__device__ __forceinline__ void store_factors(u32 memory, const RowCopier& rows, const Scales (&scales)[2], int stage) {
-    const int row = rows.lane / 8;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        // An exponent of 255 means infinity or NaN: it makes the row's logits NaN.
-        u32 own = scales[i].exponent == 255 ? 0x7FC0 : __float_as_uint(scales[i].row_scale()) >> 16;
-        if (!(rows.present >> (row + 4 * i) & 1)) own = NO_ROW;
-        const u32 next = __shfl_xor_sync(FULL_MASK, own, 8);
-        if (rows.lane % 16 == 0) shared_store(memory + FACTORS + stage * FACTOR_BYTES + ((row + 4 * i) / 2 * 8 + rows.warp) * 4, next << 16 | own);
+        Scales own = scales[2 * half + i];
+        if (V4) own.words = shared_load2(rows.scales(opaque(memory), rows.lane / 8 + 8 * half + 4 * i));  // saves registers
+#pragma unroll
+        for (int tile = 0; tile < 2; ++tile) {
+            const u32 to = rows.unit(quarter * 2 + tile, 2 * half + i);
+            if (has_tail && tile == 1) {
+                shared_store4(to, bf16_to_fp16(shared_load4(rows.tail(2 * half + i)), own.inverse()));
+                continue;
+            }
+            shared_store4(to, dequantise(codes[tile][i], own.of_tile(quarter * 2 + tile)));
+        }
     }
 }
 
-// Warpgroups 2 and 3.
+// V3.2: multiplies this lane's units of a quarter with -2**-14 where their scale is negative (see `Scales`).
+template <int STAGE>
+__device__ __forceinline__ void finish_small(const WarpRows<STAGE>& rows, const Scales (&scales)[LANE_ROWS], int quarter) {
+#pragma unroll
+    for (int i = 0; i < LANE_ROWS; ++i) {
+        if (static_cast<int>(scales[i].of_tile(quarter * 2)) >= 0) continue;
+        constexpr u32 STEP = 0x84008400;  // -2**-14
+#pragma unroll 1
+        for (int tile = quarter * 2; tile < quarter * 2 + 2; ++tile) {
+            const u32 at = rows.unit(tile, i);
+            shared_store4(at, mul_fp16x8(shared_load4(at), STEP));
+        }
+    }
+}
+
+// Fills stage STAGE: warpgroup 2 + STAGE.
+template <int STAGE>
 __device__ __forceinline__ void dequantise_rows(u32 memory, const Work<SELECTIONS>& work) {
-    const int warp = threadIdx.x / 32 % PRODUCER_WARPS, lane = threadIdx.x % 32, pairs = (work.end - work.begin + 1) / STAGES;
-    RowCopier rows(memory, work, warp, lane);
-    u32 parity = 1;  // of the empty mbarriers' phases that must have ended before the next block is copied
-    int copied = 0;
-    const auto copy_chunk = [&](int stage, int chunk) {
-        if (chunk == 0) rows.copy_first(memory, stage);
-        else rows.copy_quarter(stage, first_tile(stage, chunk) / 2);
-    };
-    const auto poll = [&](int stage) {
-#pragma unroll
-        for (int chunk = 0; chunk < CHUNKS; ++chunk) {
-            if (copied != chunk) continue;
-            if ((chunk > 0 || TILES > 8) && __ballot_sync(FULL_MASK, mbarrier_test(empty(memory, stage, chunk), parity)) != FULL_MASK) break;
-            copy_chunk(stage, chunk);
-            ++copied;
-        }
-    };
-    const auto copy = [&](int stage) {
-        if (!POLL) rows.look_up();
-#pragma unroll
-        for (int chunk = 0; chunk < CHUNKS; ++chunk) {
-            if (POLL && chunk < copied) continue;
-            // V4's columns and all scales have room of their own, which this warp has read.
-            if (chunk > 0 || TILES > 8) mbarrier_wait(empty(memory, stage, chunk), parity);
-            copy_chunk(stage, chunk);
-        }
-        copied = 0;
-#if AHEAD
-        rows.fetch_ahead();
-#endif
-    };
-    const auto arrive = [&](int stage, int load) {
+    const int warp = threadIdx.x / 32 % WARPS, lane = threadIdx.x % 32;
+    WarpRows<STAGE> rows(memory, work, warp, lane);
+    u32 parity = 1;
+    const auto arrive = [&](int load) {
 #if !NOFENCE
         fence_async_proxy();
 #endif
         __syncwarp();
-        if (lane % 8 == 0) mbarrier_arrive(full(memory, stage, load));
+        if (lane % 8 == 0) mbarrier_arrive(full(memory, STAGE, load));
     };
-    if (pairs == 0) return;
-#if AHEAD
-    rows.fetch_ahead();
-#endif
-    if (POLL) rows.look_up();
-    copy(0);
-    for (int left = pairs; left > 0; --left) {
+    for (int left = (work.end - work.begin + 1) / STAGES; left > 0; --left, parity ^= 1) {
+        rows.copy(memory, parity);
+        cp_async_wait<3>();
+        __syncwarp();
+        Scales scales[LANE_ROWS];
+        const bool small = read_scales(memory, rows, scales);
 #pragma unroll
-        for (int stage = 0; stage < STAGES; ++stage) {
-            cp_async_wait<4>();
-            __syncwarp();
-            Scales scales[2];
-            const bool small = read_scales(memory, rows, stage, scales);
-            store_factors(memory, rows, scales, stage);
-#pragma unroll
-            for (int i = 0; i < (TILES > 8 ? 2 : 0); ++i) {
-                const u32 at = rows.tail(stage, i);
-                shared_store4(at, scale_bf16(shared_load4(at), scales[i].inverse()));
-            }
-            const auto widen = [&](int chunk) {
-                __syncwarp();
-                widen_quarter(memory, rows, scales, stage, first_tile(stage, chunk) / 2, small);
-            };
-            cp_async_wait<3>();
-            widen(1);
-            cp_async_wait<2>();
-            widen(2);
-            arrive(stage, 0);
-            if (POLL) {
-                cp_async_wait<0>();
-                if (stage == 1) parity ^= 1;
-                if (stage == 0 || left > 1) {
-                    rows.look_up();
-                    poll(1 - stage);
-                }
-                widen(3);
-                arrive(stage, 1);
-                if (stage == 0 || left > 1) poll(1 - stage);
-                widen(4);
-                arrive(stage, 2);
-                if (stage == 0 || left > 1) copy(1 - stage);
-                continue;
-            }
-            cp_async_wait<1>();
-            widen(3);
-            arrive(stage, 1);
-            cp_async_wait<0>();
-            widen(4);
-            arrive(stage, 2);
-            if (stage == 1) parity ^= 1;
-            if (stage == 0 || left > 1) copy(1 - stage);
+        for (int i = 0; i < (TILES > 8 ? LANE_ROWS : 0); ++i) {
+            const u32 at = rows.tail(i);
+            shared_store4(at, scale_bf16(shared_load4(at), scales[i].inverse()));
         }
+        const auto widen = [&](int chunk) {
+            __syncwarp();
+            const int quarter = rows.quarter_of(chunk);
+            widen_rows(memory, rows, scales, quarter, 0);
+            widen_rows(memory, rows, scales, quarter, 1);
+            if (!V4 && small) finish_small(rows, scales, quarter);
+        };
+        widen(1);
+        cp_async_wait<2>();
+        widen(2);
+        arrive(0);
+        cp_async_wait<1>();
+        widen(3);
+        arrive(1);
+        cp_async_wait<0>();
+        widen(4);
+        arrive(2);
     }
 }
