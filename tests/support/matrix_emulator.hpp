@@ -206,11 +206,6 @@ inline void mbarrier_wait(u32 barrier, u32 parity) {
     while (one.phase.generation % 2 == parity) emulator::wait(one.phase, one.phase.generation);
 }
 
-inline bool mbarrier_test(u32 barrier, u32 parity) {
-    emulator::maybe_pause();
-    return emulator::mbarrier_at(barrier).phase.generation % 2 != parity;
-}
-
 inline void fence_async_proxy() {}
 inline void prefetch_l2(const void*) {}
 

@@ -171,14 +171,6 @@ __device__ __forceinline__ void mbarrier_wait(u32 barrier, u32 parity) {
     } while (!ended);
 }
 
-// Whether the phase of this parity has ended.
-__device__ __forceinline__ bool mbarrier_test(u32 barrier, u32 parity) {
-    u32 ended;
-    asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
-                 : "=r"(ended) : "r"(barrier), "r"(parity) : "memory");
-    return ended != 0;
-}
-
 // ---- Reductions in global memory
 
 // Adds four numbers, each of them atomically, at an address that is a multiple of 16, if `valid`. The order of additions by

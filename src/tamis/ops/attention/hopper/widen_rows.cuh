@@ -12,9 +12,6 @@
 #ifndef AHEAD
 #define AHEAD 0
 #endif
-#ifndef NOFENCE
-#define NOFENCE 0
-#endif
 #include "items.cuh"
 #include "scaled_numbers.cuh"
 #include "stages.cuh"
@@ -197,9 +194,10 @@ __device__ __forceinline__ bool read_scales(u32 memory, const WarpRows<STAGE>& r
         if (lane < WARP_ROWS && lane % 2 == 0) store_factors(memory, rows, lane, factor, next);
 #pragma unroll
         for (int i = 0; i < LANE_ROWS; ++i) {
-            scales[i].words.x = __shfl_sync(FULL_MASK, own.words.x, lane / 8 + 4 * i);
-            scales[i].words.y = __shfl_sync(FULL_MASK, own.words.y, lane / 8 + 4 * i);
-            scales[i].exponent = __shfl_sync(FULL_MASK, static_cast<u32>(own.exponent), lane / 8 + 4 * i);
+            const int from = opaque(threadIdx.x) % 32 / 8 + 4 * i;  // computed again, since registers are scarce
+            scales[i].words.x = __shfl_sync(FULL_MASK, own.words.x, from);
+            scales[i].words.y = __shfl_sync(FULL_MASK, own.words.y, from);
+            scales[i].exponent = __shfl_sync(FULL_MASK, static_cast<u32>(own.exponent), from);
         }
         return small;
     }
@@ -272,9 +270,7 @@ __device__ __forceinline__ void dequantise_rows(u32 memory, const Work<SELECTION
     WarpRows<STAGE> rows(memory, work, warp, lane);
     u32 parity = 1;
     const auto arrive = [&](int load) {
-#if !NOFENCE
         fence_async_proxy();
-#endif
         __syncwarp();
         if (lane % 8 == 0) mbarrier_arrive(full(memory, STAGE, load));
     };
