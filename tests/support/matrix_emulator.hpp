@@ -172,11 +172,6 @@ inline void __syncwarp() { emulator::exchange(0); }
 inline u32 __vminu2(u32 a, u32 b) { return min(a & 0xFFFF, b & 0xFFFF) | min(a >> 16, b >> 16) << 16; }
 inline u32 __vmaxu2(u32 a, u32 b) { return max(a & 0xFFFF, b & 0xFFFF) | max(a >> 16, b >> 16) << 16; }
 
-inline u32 __vmaxs2(u32 a, u32 b) {
-    const auto larger = [](u32 x, u32 y) { return static_cast<int16_t>(x) > static_cast<int16_t>(y) ? x & 0xFFFF : y & 0xFFFF; };
-    return larger(a, b) | larger(a >> 16, b >> 16) << 16;
-}
-
 inline u32 __byte_perm(u32 a, u32 b, u32 selector) {
     const uint64_t bytes = static_cast<uint64_t>(b) << 32 | a;
     u32 result = 0;

@@ -64,12 +64,12 @@ struct Work {
     __device__ __forceinline__ bool is_second(int block) const { return N > 1 && block >= first_blocks; }
 };
 
-// Walks over one column of every block of a work item, or of every STEP-th one, and returns its rows. It loads the slot two
-// steps ahead and the page one step ahead, since the address of a row depends on its page and the page on the slot.
+// Walks over one column of every block of a work item and returns its rows. It loads the slot two blocks ahead and the page
+// one block ahead, since the address of a row depends on its page and the page on the slot.
 //
 // A block belongs to the same selection in all lanes. `pick` chooses the operands of a load by it, so that there is a single
 // load: with one in each branch, the second would wait for the first, which has the same destination register.
-template <int N, int ROW_BYTES, int STEP = 1>
+template <int N, int ROW_BYTES>
 struct RowWalker {
     const Work<N>& work;
     int column;                      // within a block
@@ -79,11 +79,11 @@ struct RowWalker {
     bool page_in_second = false;     // whether that block belongs to the second selection
 
     // Loads the first two slots together, since all warps wait for them at the beginning.
-    __device__ __forceinline__ RowWalker(const Work<N>& work, int column, int skipped = 0)
-        : work(work), column(column), block(work.begin + skipped + STEP) {
-        const int first = load_slot(work.begin + skipped);
+    __device__ __forceinline__ RowWalker(const Work<N>& work, int column)
+        : work(work), column(column), block(work.begin + 1) {
+        const int first = load_slot(work.begin);
         slot = load_slot(block);
-        find_page(first, work.begin + skipped);
+        find_page(first, work.begin);
     }
 
     template <class T>
@@ -129,7 +129,7 @@ struct RowWalker {
         const unsigned char* const row = exists ? start + row_in_page * static_cast<long long>(ROW_BYTES) : nullptr;
         to_exponents = size * ROW_BYTES - row_in_page * (ROW_BYTES - 8u);
         find_page(slot, block);
-        slot = load_slot(block += STEP);
+        slot = load_slot(++block);
         return row;
     }
 

@@ -83,16 +83,16 @@ class RowKernel(NamedTuple):
 
 # The registers of all warpgroups must add up to at most 4 x 128 or 3 x 168, which a launch of 512 or 384 threads gets;
 # otherwise a warpgroup waits for registers for ever. Two warpgroups dequantise, and two attend.
-_FP8 = (("ATTEND_REGISTERS", 208), ("DEQUANTISE_REGISTERS", 48))
+_FP8 = (("SCORE_REGISTERS", 160), ("WEIGH_REGISTERS", 224), ("DEQUANTISE_REGISTERS", 64))
 _BF16 = (("ATTEND_REGISTERS", 224), ("GATHER_REGISTERS", 56))
 _ROPE, _NO_ROPE = ("ROPE_COLUMNS", 64), ("ROPE_COLUMNS", 0)
-V32_FP8 = RowKernel("v32-fp8", "many_heads.cu", (("V4", 0), _ROPE, *_FP8), 512, 128, False)
-V4_FP8 = RowKernel("v4-fp8", "many_heads.cu", (("V4", 1), _ROPE, *_FP8), 512, 128, False)
+V32_FP8 = RowKernel("v32-fp8", "many_heads.cu", (("V4", 0), _ROPE, *_FP8), 512, 64, False)
+V4_FP8 = RowKernel("v4-fp8", "many_heads.cu", (("V4", 1), _ROPE, *_FP8), 512, 64, False)
 V32_BF16 = RowKernel("v32-bf16", "many_heads_bf16.cu", (("WIDTH", 576), *_BF16), 384, 128, True)
 V4_BF16 = RowKernel("v4-bf16", "many_heads_bf16.cu", (("WIDTH", 512), *_BF16), 384, 128, True)
 # GLM-5.3-Flash's rows, which have no rope.
 NOPE_BF16 = RowKernel(rows(rope=0).name, "many_heads_bf16.cu", (("WIDTH", 512), *_BF16), 384, 128, True)
-NOPE_FP8 = RowKernel(v32_fp8(rope=0).name, "many_heads.cu", (("V4", 0), _NO_ROPE, *_FP8), 512, 128, False)
+NOPE_FP8 = RowKernel(v32_fp8(rope=0).name, "many_heads.cu", (("V4", 0), _NO_ROPE, *_FP8), 512, 64, False)
 
 
 def refusal(q: Tensor, selections: Sequence[Selection], value_dim: int) -> str | None:

@@ -5,7 +5,8 @@
 // fp16 ends at 2**16. An e4m3 value is at most 448, so it fits with a scale below 2**7; a bf16 value fits below 2**16.
 constexpr int SCALE_EXPONENT = 6, VALUE_EXPONENT = 15, QUERY_EXPONENT = 14;
 constexpr int LOWEST_EXPONENT = 127 - 60;  // least exponent of scales and queries, with float32's bias: 2**-E stays finite
-constexpr float HEADROOM = 16384.0f;  // weights, at most 1, times this fit fp16
+// The running max rises only for logits more than LEEWAY above it: weights, up to 2**LEEWAY, times HEADROOM fit fp16.
+constexpr float LEEWAY = 4.0f, HEADROOM = 1024.0f;
 constexpr float SPARE = 4.0f;  // a raised reference exceeds the row that raised it by this factor
 
 __device__ __forceinline__ float power_of_two(int biased) { return __uint_as_float(static_cast<u32>(biased) << 23); }
