@@ -3,8 +3,8 @@
     python benchmarks/batch_sizes.py --csv benchmarks/results/h200_batch_sizes.csv [--heads 16,64,128] [--to 264]
 
 All sizes are slices of the same tokens, whose rows exceed the GPU's cache several times over: a call on few tokens is
-timed on many slices in turn. The error is that of the first token, in every call of that size. `tamis bench report` draws the
-rows, and this program prints every step of more than 15% from one size to the next.
+timed on many slices in turn. The error is that of the first token, in every call of that size. `tamis bench --report`
+draws the rows, and this program prints every step of more than 15% from one size to the next.
 """
 
 import argparse
@@ -18,14 +18,15 @@ import torch
 from torch import Tensor
 
 from tamis.lab.bench.inputs import AttendSet, prepare
-from tamis.lab.bench.jobs import Job
+from tamis.lab.bench.jobs import SIZES, Job
 from tamis.lab.bench.peers import Peer, find_peers
 from tamis.lab.bench.record import CsvFile, Row, describe, timestamp
 from tamis.lab.bench.roofline import MEASURED, Ceiling, attend_cost
 from tamis.lab.bench.timing import cache_bytes, time_in_turn
 from tamis.lab.testing import compare
+from tamis.step.batch import parse_shape
 
-CONTEXT, TOPK, PAGE, LAYOUT = 16384, 2048, 64, "v32-fp8"
+PAGE, LAYOUT = 64, "v32-fp8"
 STEP = 0.15
 """Steps above this part of the smaller size's time are printed."""
 COLD_FACTOR = 3
@@ -60,15 +61,20 @@ def measure(
     whole: Sequence[AttendSet], tokens: int, job: Job, peer: Peer | None, repeats: int, row: partial[Row]
 ) -> Row:
     """One row: both versions on the same slices."""
-    device = whole[0].q.device
+    device, backend = whole[0].q.device, row.keywords["backend"]
     layout = job.row_layout
+    queries, lengths = parse_shape(job.shape)
     cost = attend_cost(
-        [(1, CONTEXT)] * tokens, heads=whole[0].q.shape[1], picks=[TOPK], layout=layout, value_dim=layout.latent
+        list(zip(queries, lengths, strict=True)),
+        heads=whole[0].q.shape[1],
+        picks=[row.keywords["topk"]],
+        layout=layout,
+        value_dim=layout.latent,
     )
     sets = list(slices(whole, tokens, max(2, COLD_FACTOR * cache_bytes(device) // cost.bytes + 1)))
     expected = whole[0].expected[1][:1]
-    versions: list[Sequence[Callable[[], object]]] = [[partial(one.run, "hopper") for one in sets]]
-    error, other = error_of(sets[0].run("hopper"), expected), None
+    versions: list[Sequence[Callable[[], object]]] = [[partial(one.run, backend) for one in sets]]
+    error, other = error_of(sets[0].run(backend), expected), None
     if not error <= AttendSet.bound:
         raise RuntimeError(f"the result for {tokens} tokens is wrong: error {error:.2e}")
     if peer is not None:
@@ -78,6 +84,7 @@ def measure(
     ours, *theirs = time_in_turn([(calls, True) for calls in versions], device, repeats)
     made = row(
         time=timestamp(),
+        method=ours.method,
         shape=job.shape,
         sets=len(sets),
         median_us=ours.median_us,
@@ -103,7 +110,7 @@ def measure(
     )
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Time all sizes and print the steps."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--csv", type=Path, required=True)
@@ -112,31 +119,35 @@ def main() -> int:
     parser.add_argument("--against", default="flashmla-sgl", help="the peer; none for no peer")
     parser.add_argument("--every", type=int, default=4, help="the peer is timed at every so many sizes")
     parser.add_argument("--repeats", type=int, default=3)
-    given = parser.parse_args()
-    device = torch.device("cuda")
+    parser.add_argument("--backend", default="hopper")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--context", type=int, default=16384, help="rows of a request")
+    parser.add_argument("--topk", type=int, default=2048)
+    given = parser.parse_args(argv)
+    device = torch.device(given.device)
     peers = [] if given.against == "none" else find_peers([given.against], device)[0]
     machine, file = describe(device, ""), CsvFile(given.csv)
+    length = f"{given.context // 1024}k" if given.context % 1024 == 0 else str(given.context)
     for heads in map(int, given.heads.split(",")):
-        job = Job("decode", "attend", f"{given.to}q1s16k", LAYOUT, heads, TOPK)
+        job = Job("decode", "attend", f"{given.to}q1s{length}", LAYOUT, heads, given.topk)
         whole = [one for one in prepare(job, device).sets[:2] if isinstance(one, AttendSet)]
         row = partial(
             Row,
             **asdict(machine),
-            backend="hopper",
-            suite="decode",
+            backend=given.backend,
+            suite=SIZES,
             stage="attend",
             heads=heads,
-            topk=TOPK,
+            topk=given.topk,
             window=0,
             layout=LAYOUT,
             page_size=PAGE,
-            method="graph",
             repeats=given.repeats,
         )
         before: Row | None = None
         for tokens in range(1, given.to + 1):
             peer = peers[0] if peers and (tokens - 1) % given.every == 0 else None
-            this = replace(job, shape=f"{tokens}q1s16k")
+            this = replace(job, shape=f"{tokens}q1s{length}")
             found = measure(whole, tokens, this, peer, given.repeats, row)
             file.add([found])
             if before is not None and abs(found.median_us / before.median_us - 1) > STEP:
