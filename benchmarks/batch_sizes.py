@@ -117,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--heads", default="16,64,128")
     parser.add_argument("--to", type=int, default=264, help="the largest number of tokens")
     parser.add_argument("--against", default="flashmla-sgl", help="the peer; none for no peer")
-    parser.add_argument("--every", type=int, default=4, help="the peer is timed at every so many sizes")
+    parser.add_argument("--every", type=int, default=8, help="the peer is timed at 1 and at multiples of this")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--backend", default="hopper")
     parser.add_argument("--device", default="cuda")
@@ -146,7 +146,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         before: Row | None = None
         for tokens in range(1, given.to + 1):
-            peer = peers[0] if peers and (tokens - 1) % given.every == 0 else None
+            peer = peers[0] if peers and (tokens == 1 or tokens % given.every == 0) else None
             this = replace(job, shape=f"{tokens}q1s{length}")
             found = measure(whole, tokens, this, peer, given.repeats, row)
             file.add([found])
