@@ -11,6 +11,8 @@ from tamis.cache.layout import NAMES, Layout, named, rows, v32_fp8
 from tamis.step.batch import parse_shape
 
 PAGE_SIZE = 64
+SIZES = "sizes"
+"""The suite of the rows of `benchmarks/batch_sizes.py`, which measures every batch size."""
 INDEXER = ("scores", "topk", "topk-ties", "index")
 KEYS = ("index-fp8",)
 SCORES = ("float32",)

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator
 
+from tamis.lab.bench.jobs import SIZES
 from tamis.lab.bench.record import Row
 from tamis.lab.bench.report.data import compact, describe, even_shape, once
 from tamis.lab.bench.report.figures import MARKERS, Palette, Panel, Tips, legend_below, legend_height, short
@@ -17,6 +18,9 @@ _Lines: TypeAlias = dict[str, list[tuple[int, Row]]]
 NEAREST_TICKS = 1.5
 """A tick is labelled only if its number is at least this many times the number of the labelled tick before it."""
 DASHES = (0, (3, 2))
+MANY_POINTS = 32
+"""Lines of more points have no markers, and linear axes, on which a step from one size to the next has the same width
+everywhere."""
 
 
 @dataclass(frozen=True)
@@ -57,15 +61,23 @@ def _columns(group: _Group) -> int:
 def _latency(group: _Group, ax: Any, palette: Palette, tips: Tips) -> None:
     for number, (name, points) in enumerate(group.lines.items()):
         colour, marker = palette.series[number % len(palette.series)], MARKERS[number % len(MARKERS)]
-        _line(ax, name, points, colour, marker, palette, tips)
-    ax.set(xscale="log", yscale="log", xlabel=group.axis, ylabel="latency (µs)")
-    _ticks(ax, sorted({x for points in group.lines.values() for x, _ in points}))
-    ax.margins(y=0.12)
+        _line(ax, name, points, colour, marker if not _dense(group) else "", palette, tips)
+    ax.set(xlabel=group.axis, ylabel="latency (µs)")
+    if _dense(group):
+        ax.set(xlim=(0, None), ylim=(0, None))
+    else:
+        ax.set(xscale="log", yscale="log")
+        _ticks(ax, sorted({x for points in group.lines.values() for x, _ in points}))
+        ax.margins(y=0.12)
     ax.grid(lw=0.6)
     handles, _ = ax.get_legend_handles_labels()
     name = _baselines(group)
     dashed = [Line2D([], [], color=palette.soft, lw=1.2, ls=DASHES, label=name)] if name else []
     legend_below(ax, _columns(group), [*handles, *dashed])
+
+
+def _dense(group: _Group) -> bool:
+    return max(len(points) for points in group.lines.values()) > MANY_POINTS
 
 
 def _line(
@@ -77,8 +89,8 @@ def _line(
     for x, row in points:
         told = f"{describe(row)}: {row.median_us:.1f} µs ({row.p10:.1f} to {row.p90:.1f})"
         against = "" if row.peer_us is None else f", {row.peer} {row.peer_us:.1f} µs"
-        look = {"color": colour, "marker": marker, "edgecolor": palette.card, "lw": 0.6}
-        ax.scatter([x], [row.median_us], s=24, zorder=4, gid=tips.add(told + against), **look)
+        look = {"color": colour, "marker": marker or ".", "edgecolor": palette.card if marker else "none", "lw": 0.6}
+        ax.scatter([x], [row.median_us], s=24 if marker else 6, zorder=4, gid=tips.add(told + against), **look)
     theirs = [(x, row.peer_us) for x, row in points if row.peer_us is not None]
     if theirs:
         ax.plot(*zip(*theirs, strict=True), color=colour, lw=1.2, ls=DASHES, zorder=2)
@@ -107,7 +119,8 @@ def _groups(rows: Sequence[Row]) -> list[_Group]:
         heads = f"{row.heads} heads" if row.heads else ""
         window = f"{row.window}+" if row.window else ""
         topk = f"top-k {window}{row.topk}" if row.topk else ""
-        key = (row.gpu, f"{row.stage}, {row.layout}, {row.backend}")
+        # A run over every batch size has a panel of its own, since one panel's lines are of one kind.
+        key = (row.gpu, _joined(row.stage, row.layout, row.backend, "every size" if row.suite == SIZES else ""))
         at = f"{compact(shape.length)} context"
         several = f"{compact(shape.new)} new tokens" if shape.new > 1 else ""
         detail = _joined(topk, at if heads else "", several)
