@@ -34,7 +34,7 @@ from tamis import (
 from tamis.arithmetic import float32_products
 from tamis.cache.layout import named, rows
 from tamis.integrations import deep_gemm, flash_mla, flashinfer
-from tamis.layers.v4 import project
+from tamis.layers.v4_products import project
 from tamis.layers.v4_weights import CompressorWeights, IndexerWeights
 from tamis.model.absorb import AbsorbedWeights
 from tamis.model.rope import Rope

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from tamis.cache import layout
-from tamis.cache.layout import Field, Layout, for_engine, named
+from tamis.cache.fields import Field, from_key
+from tamis.cache.layout import Layout, for_engine, named
 
 U8, BF16, FP16, FP32 = torch.uint8, torch.bfloat16, torch.float16, torch.float32
 PAGE_SIZES = (1, 2, 61, 64, 69, 256)
@@ -310,4 +311,4 @@ def test_state_pages_of_compressors(options, page_size: int, raw: int, padded: i
     assert (found.element, found.rope, found.row_bytes * page_size) == (FP32, 0, raw)
     assert found.page_bytes(page_size) == raw
     assert layout.compressor_state(**options, page_align=576).page_bytes(page_size) == padded
-    assert layout.from_key(found.key) == found
+    assert from_key(found.key) == found

@@ -5,7 +5,8 @@ from dataclasses import replace
 import torch
 from small_layouts import LAYOUTS
 
-from tamis.cache.layout import NAMES, Field, Layout, from_key, index_fp8, index_mxfp4, named, v4_fp8, v32_fp8
+from tamis.cache.fields import Field, from_key
+from tamis.cache.layout import NAMES, Layout, index_fp8, index_mxfp4, named, v4_fp8, v32_fp8
 
 
 def every_layout() -> list[Layout]:

@@ -70,9 +70,18 @@ class Server:
         for part in self.tokens(news[0][0]):
             found = [self.tokens(n)[part][self.lengths.get(n, 0) : self.lengths.get(n, 0) + new] for n, new in news]
             found.append(torch.zeros(pad, *found[0].shape[1:]))
-            parts[part] = torch.cat(found).to(self.device)
-        index_q = parts["index_q"] @ hadamard_matrix(DIM).float() if self.recipe.hadamard else parts["index_q"]
-        index = (index_q, parts["weights"], parts["keys"], self.recipe, parts["gates"], self.bias.to(self.device))
+            parts[part] = torch.cat(found)
+        if self.recipe.hadamard:
+            parts["index_q"] = parts["index_q"] @ hadamard_matrix(DIM).float()
+        parts = {part: value.to(self.device) for part, value in parts.items()}
+        index = (
+            parts["index_q"],
+            parts["weights"],
+            parts["keys"],
+            self.recipe,
+            parts["gates"],
+            self.bias.to(self.device),
+        )
         return parts["q"], parts["kv"], IndexInputs(*index)
 
     def step(self, *news: tuple[str, int], pad: int = 0) -> LayerOutput:

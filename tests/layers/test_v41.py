@@ -16,6 +16,7 @@ from v41_model import CONFIG, Definition, Stored, table_of, weights_of
 
 from tamis import Batch, LayerSpec, Limits, PagePool, SparseV4, V4Caches, V4Planner
 from tamis.cache.layout import named, rows
+from tamis.lab.testing.cases import to_device
 from tamis.layers.v41 import SparseV41, V41Selection
 from tamis.model.v41 import Candidates, sharing
 from tamis.step.v4_plan import V4Plan
@@ -29,13 +30,14 @@ PAGE, WINDOW_PAGE, STATE_PAGE = 16, 5, 4
 class Served:
     """All layers of the tiny model on tamis, fed step by step. Each layer has inputs of its own."""
 
-    def __init__(self, *, fp8: bool = False, **options: Any) -> None:
+    def __init__(self, *, fp8: bool = False, device: str = "cpu", **options: Any) -> None:
         layout = named("v4-fp8", latent=24, rope=8, tile=8) if fp8 else rows(torch.float32, latent=24, rope=8)
         index = named("index-fp8", dim=16) if fp8 else rows(torch.float32, latent=16, rope=0)
         self.pool = PagePool(24, PAGE, seed=seed_of(7))
         sizes = {"window": WINDOW_PAGE, "state2": STATE_PAGE}
         self.others = {name: PagePool(60, size, seed=seed_of(8)) for name, size in sizes.items()}
-        self.planner = V4Planner(SPECS, Limits(3 * TOKENS, 3, 128, PAGE, sizes), layout=layout)
+        self.device = torch.device(device)
+        self.planner = V4Planner(SPECS, Limits(3 * TOKENS, 3, 128, PAGE, sizes), self.device, layout=layout)
         self.caches: list[V4Caches] = []
         for layer, spec in enumerate(SPECS):
             made = V4Caches.allocate(
@@ -49,6 +51,7 @@ class Served:
                 layout=layout,
                 index_layout=index,
                 source=self.caches[sharing(CONFIG, layer).entries_of] if spec.reuse_entries else None,
+                device=self.device,
             )
             self.caches.append(made)
         for caches in self.caches:
@@ -56,7 +59,7 @@ class Served:
                 if held is not None:
                     held.storage.view(torch.uint8).fill_(0xFF)  # NaN in every format
         self.layers = [
-            SparseV41(spec, weights_of(CONFIG, layer), table_of(CONFIG, layer), **options)
+            SparseV41(spec, *to_device([weights_of(CONFIG, layer), table_of(CONFIG, layer)], self.device), **options)
             for layer, spec in enumerate(SPECS)
         ]
 
@@ -65,7 +68,9 @@ class Served:
         new, ends = [end - start for _, start, end in pieces], [end for _, _, end in pieces]
         names = [request for request, _, _ in pieces]
         batch = Batch.build(new, ends, self.pool, requests=names, other_pools=self.others)
-        return self.planner.plan(replace(batch, padded_tokens=sum(new) + padding))
+        pages, others = to_device((batch.pages, dict(batch.other_pages)), self.device)
+        padded = sum(new) + padding
+        return self.planner.plan(replace(batch, pages=pages, other_pages=others, padded_tokens=padded))
 
     @torch.no_grad()
     def step(self, hidden: Tensor, *pieces: tuple[int, int, int], padding: int = 0) -> list["Piece"]:
@@ -75,12 +80,12 @@ class Served:
         for layer, caches, states in zip(self.layers, self.caches, hidden, strict=True):
             given = [states[request, start:end] for request, start, end in pieces]
             before = selection
-            out, selection = layer(torch.cat((*given, states[0, :padding])), caches, plan, selection)
+            out, selection = layer(torch.cat((*given, states[0, :padding])).to(self.device), caches, plan, selection)
             if layer.spec.kind == "window" or layer.spec.reuse_topk:
                 assert selection is before
             assert not out[sum(sizes) :].any()
             for piece, part in zip(found, out[: sum(sizes)].split(sizes), strict=True):
-                piece.outputs.append(part)
+                piece.outputs.append(part.cpu())
             for piece, at in zip(found, _starts(sizes), strict=True):
                 piece.keep(selection, at)
         return found
@@ -89,14 +94,16 @@ class Served:
         """What the caches hold of request 0."""
         caches, spec, tokens = self.caches[layer], SPECS[layer], torch.arange(TOKENS)
         window = self.others["window"].block_table([0])[0].long()
-        raw = caches.window.read(window[tokens // WINDOW_PAGE] * WINDOW_PAGE + tokens % WINDOW_PAGE)
+        where = window[tokens // WINDOW_PAGE] * WINDOW_PAGE + tokens % WINDOW_PAGE
+        raw = caches.window.read(where.to(self.device)).cpu()
         if spec.kind == "window" or spec.reuse_entries:
             return Stored(raw, None, None)
         assert caches.entries is not None
         assert caches.index is not None
         numbers, page = torch.arange(TOKENS // spec.compress), PAGE // spec.compress
         slots = self.pool.block_table([0])[0].long()[numbers // page] * page + numbers % page
-        return Stored(raw, caches.entries.read(slots), caches.index.read(slots))
+        entries, keys = (cache.read(slots.to(self.device)).cpu() for cache in (caches.entries, caches.index))
+        return Stored(raw, entries, keys)
 
 
 class Piece:
@@ -108,9 +115,9 @@ class Piece:
         self.candidates: list[Tensor | None] = []
 
     def keep(self, selection: V41Selection | None, at: slice) -> None:
-        self.entries.append(None if selection is None else selection.entries[at])
+        self.entries.append(None if selection is None else selection.entries[at].cpu())
         held = None if selection is None else selection.candidates
-        self.candidates.append(None if held is None else held[at])
+        self.candidates.append(None if held is None else held[at].cpu())
 
 
 def _starts(sizes: list[int]) -> list[slice]:
@@ -174,18 +181,27 @@ def check_request(found: Piece, hidden: Tensor, served: Served | None = None) ->
         assert (found.outputs[number] - expected).abs().max() < bound * expected.abs().max()
 
 
+on_both = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+
+
+@on_both
 @pytest.mark.parametrize("chunk", [TOKENS, 9, 1])
-def test_every_layer_in_chunks(chunk: int) -> None:
-    """Prefill at once, in chunks that end inside spans and blocks, and token by token."""
-    served, hidden = Served(), inputs()
+def test_every_layer_in_chunks(chunk: int, device: str) -> None:
+    """Prefill at once, in chunks that end inside spans and blocks, and token by token. On a GPU, steps that are alike
+    are remembered."""
+    served, hidden = Served(device=device), inputs()
     spans = [(start, min(start + chunk, TOKENS)) for start in range(0, TOKENS, chunk)]
     found = joined([served.step(hidden, (0, *span))[0] for span in spans])
     check_request(found, hidden[:, 0])
+    known = [len(layer._checks._known._known) for layer in served.layers]
+    assert all(known) == (device == "cuda")
+    assert chunk > 1 or max(known) < len(spans)
 
 
-def test_mixed_batches_with_padding() -> None:
+@on_both
+def test_mixed_batches_with_padding(device: str) -> None:
     """Requests of other lengths beside, decodes and prefills in one step, and rows of padding."""
-    served, hidden = Served(), inputs(3)
+    served, hidden = Served(device=device), inputs(3)
     first = served.step(hidden, (0, 0, 20), (1, 0, 33))
     second = served.step(hidden, (0, 20, 21), (1, 33, 34), (2, 0, TOKENS), padding=3)
     third = served.step(hidden, (1, 34, 35), (0, 21, TOKENS))
@@ -205,10 +221,11 @@ def test_tokens_that_run_again() -> None:
     check_request(joined(parts), hidden[:, 0])
 
 
-def test_fp8_caches() -> None:
+@on_both
+def test_fp8_caches(device: str) -> None:
     """Rows in V4's FP8 format and keys in FP8: what is stored is right to within its rounding, and what is selected and
     attended to follows from it."""
-    served, hidden = Served(fp8=True), inputs()
+    served, hidden = Served(fp8=True, device=device), inputs()
     found = joined([served.step(hidden, (0, 0, 40))[0], served.step(hidden, (0, 40, TOKENS))[0]])
     check_request(found, hidden[:, 0], served)
 

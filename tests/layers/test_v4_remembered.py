@@ -11,7 +11,7 @@ from torch_calls import Calls
 
 from tamis import PagedCache, checks
 from tamis.cache.layout import rows
-from tamis.layers import v4_checks
+from tamis.layers import v4_memory
 from tamis.layers.v4_checks import V4Checks
 from tamis.ops.library import Operation
 
@@ -111,8 +111,9 @@ def test_calls_that_alternate_are_all_remembered(layer: Watched) -> None:
     assert layer.checked == before
 
 
-def test_a_memory_that_is_full_forgets(layer: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(v4_checks, "_MOST_KNOWN", 1)
+def test_a_memory_that_is_full_forgets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(v4_memory, "MOST", 1)
+    layer = Watched(monkeypatch)
     changed = layer.given | ACCEPTED["dtype"](layer.given)
     before = layer.checked
     for given in (changed, layer.given, layer.given):

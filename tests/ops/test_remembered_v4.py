@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tamis import Batch, LayerSpec, Limits, PagePool, SparseV4, V4Caches, V4Planner, V4Weights
 from tamis.layers import v4 as layers
+from tamis.layers import v4_products
 from tamis.layers.v4_weights import CompressorWeights, IndexerWeights
 from tamis.model.rope import Rope
 from tamis.ops import Rotated
@@ -83,8 +84,8 @@ class Layer:
 def without_other_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layers, "run_rotate_and_write", lambda call: Rotated(call.q, call.index_q))
     monkeypatch.setattr(layers, "compress_kv", lambda call: None)
-    monkeypatch.setattr(layers, "norm_rows", lambda call: call.x)
-    monkeypatch.setattr(layers, "rotate_heads", lambda call: call.x)
+    monkeypatch.setattr(v4_products, "norm_rows", lambda call: call.x)
+    monkeypatch.setattr(v4_products, "rotate_heads", lambda call: call.x)
 
 
 STEPS: list[Any] = [([1, 1, 1], [300, 20, 700]), ([1, 1, 1], [301, 21, 701]), ([1, 20], [9, 700]), ([1, 1], [9, 9])]
@@ -97,10 +98,10 @@ def test_a_remembered_call_launches_the_same(kind: str, pretended: Pretended) ->
         pretended.forget()
         pretended.remembers, layer = remembers, Layer(kind)
         found.append([layer.run(pretended, *step) for step in STEPS for _ in range(2)])
-        for prepared in layer.layer._checks._known.values():
+        for prepared in layer.layer._checks._known._known.values():
             assert (prepared.attend is not None) == remembers
             assert (prepared.index_topk is not None) == (remembers and kind == "overlapping")
-        assert len(layer.layer._checks._known) == 3  # two of the steps have their shapes in common
+        assert len(layer.layer._checks._known._known) == 3  # two of the steps have their shapes in common
     for one, other in zip(*found, strict=True):
         assert one == other
         assert any("heads" in launch.kernel or "attend" in launch.kernel for launch in one)

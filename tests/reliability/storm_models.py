@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tamis import Caches, LayerSpec, Limits, PagedCache, Planner, SparseMLA, SparseV4, V4Caches, V4Planner
 from tamis.cache.layout import index_fp8, named, rows, v32_fp8
-from tamis.layers import v4
+from tamis.layers import v4, v4_products
 from tamis.model.rope import Rope
 from tamis.ops import IndexInputs
 
@@ -74,11 +74,11 @@ class MLA:
         return {"out": result.out, "positions": result.positions}
 
 
-def project(x: Tensor, weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """In place of `tamis.layers.v4.project`: each row's sums by themselves. A matrix product of another size sums in
-    another order, and a last bit of an index key can decide between two entries."""
-    found = (x.double().unsqueeze(1) * weight.double()).sum(2)
-    return found.to(x.dtype if dtype is None else dtype)
+def product(x: Tensor, weight: Tensor, wide: torch.dtype) -> Tensor:
+    """In place of `tamis.layers.v4_products.product` (and, with float32 inputs, `float_product`): each row's sums by
+    themselves. A matrix product of another size sums in another order, and a last bit of an index key can decide
+    between two entries."""
+    return (x.double().unsqueeze(1) * weight.double()).sum(2).to(x.dtype)
 
 
 class Heads(SparseV4):
@@ -163,4 +163,6 @@ class V4:
 
 
 def patch_projections(monkeypatch: Any) -> None:
-    monkeypatch.setattr(v4, "project", project)
+    for module, names in ((v4, ("product", "float_product")), (v4_products, ("product",))):
+        for name in names:
+            monkeypatch.setattr(module, name, product)

@@ -80,6 +80,7 @@ def attention(
     parts: int = 1,
     u: float = FLOAT32,
     row_unit: float = 0.0,
+    weight_unit: float = 0.0,
 ) -> Attention:
     """Heads [H, D] of one token over rows [N, D], whose first `value_dim` columns are the values.
 
@@ -92,6 +93,7 @@ def attention(
         parts: the most splits of the rows, or blocks of an online softmax.
         u: rounding unit of products, sums and softmax.
         row_unit: rounding unit of a copy of the rows, such as a bf16 workspace.
+        weight_unit: rounding unit of the weights that multiply the values, such as those of a bf16 product.
 
     Arguments: a logit is a sum of D products (many roundings, partial sums), then scaled, lowered by the largest logit
     and exponentiated (one rounding each). An error e_j of a logit is the relative error of its weight w_j, which moves
@@ -122,6 +124,8 @@ def attention(
     spread = spread.clamp_min(0) + _sum_variance(terms, out, count, u, 2) + row_unit**2 / 3 * terms
     out_error = _walk(spread + out.square() * total.unsqueeze(1)) + 4 * u * out.abs()
     lse_error = _walk(moved.sum(1) + total) + 4 * u * (1 + lse.abs() + top.abs())
+    # Where few weights matter, their errors cannot exceed one rounding each, whatever their deviation.
+    out_error += torch.minimum(_walk(weight_unit**2 / 3 * terms), weight_unit * (weights @ values.abs()))
     if parts > 1:
         out_error += (4 * u * (2 + lse.abs() + top.abs())).unsqueeze(1) * (weights @ values.abs() + out.abs())
     if sink is not None:

@@ -1,5 +1,6 @@
 """Tiny random checkpoints of the models that `attach` supports, and helpers of their tests."""
 
+import sys
 from functools import cache
 from typing import Any
 
@@ -7,6 +8,8 @@ import pytest
 import torch
 from seeds import reseed, seeded
 from settings import default_dtype
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 transformers = pytest.importorskip("transformers")
 
@@ -208,3 +211,29 @@ def logits(model: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
 def greedy(model: Any, ids: torch.Tensor, new: int, **kwargs: Any) -> torch.Tensor:
     kwargs = {"attention_mask": torch.ones_like(ids)} | kwargs
     return model.generate(ids, max_new_tokens=new, do_sample=False, **kwargs)
+
+
+class RowsByThemselves(TorchFunctionMode):
+    """Products, sums and elementary functions of float32 are computed in float64 and rounded once: a row's bits do not
+    depend on how many rows there are. Float32 sums are vectorised in another order for another number of rows."""
+
+    products = ("linear", "matmul", "__matmul__", "bmm", "conv1d", "einsum")
+    names = frozenset((*products, "sum", "mean", "softmax", "sigmoid", "silu", "exp", "softplus", "rsqrt"))
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        factors = [value for value in args if isinstance(value, Tensor)]
+        if getattr(func, "__name__", "") not in self.names or not factors or factors[0].dtype != torch.float32:
+            return func(*args, **kwargs)
+
+        def wide(value: Any) -> Any:
+            return value.double() if isinstance(value, Tensor) else value
+
+        return func(*map(wide, args), **{name: wide(value) for name, value in kwargs.items()}).float()
+
+
+def sum_token_by_token(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let GLM-5.3-Flash's linear attention add its tokens one after another, in the model's own recurrent form, which
+    gives the same bits however the tokens are divided into calls."""
+    module = sys.modules[type(model).__module__]
+    monkeypatch.setattr(module, "chunk_kimi_delta_attention", module.recurrent_kimi_delta_attention)

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from tamis.cache.layout import Field, Layout, named
+from tamis.cache.fields import Field
+from tamis.cache.layout import Layout, named
 from tamis.checks import dtype_name
 from tools.docs.svg import Picture
 

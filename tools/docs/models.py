@@ -138,6 +138,7 @@ MODELS = (
         (
             *attached("glm5-next"),
             "tests/layers/test_mla_pooled.py::test_continuous_batching",
+            f"{TRAINING}::test_pooled_keys_train_as_the_untouched_model",
             "tests/real_vllm/test_no_rope.py::test_a_layer_of_vllm_runs_on_tamis",
             "tests/real_sglang/test_dsa.py::test_rows_without_rope",
             "tests/real_sglang/test_dsa.py::test_indices_with_gaps_and_a_tail",

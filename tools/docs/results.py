@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tamis.backends import BACKENDS
+from tamis.lab.bench.jobs import SUITES
 from tamis.lab.bench.record import FLASH_MLA
 from tamis.lab.bench.report.data import MEASUREMENT
 from tamis.step.batch import parse_shape
@@ -49,7 +50,12 @@ default backend's is shown; of these the newest; and of its peers the fastest.""
 def everything() -> str:
     """The results of every file written by `tamis bench`, each under a heading; other files have other columns."""
     names = sorted(path.stem for path in RESULTS.glob("h200_*.csv") if path.stem not in ("h200_door", "h200_train"))
-    return "\n\n".join(f"## `tamis bench {name.removeprefix('h200_')}`\n\n{suite(name)}" for name in names)
+    return "\n\n".join(f"## {_heading(name.removeprefix('h200_'))}\n\n{suite(name)}" for name in names)
+
+
+def _heading(name: str) -> str:
+    """The command that measures a suite, or the words of a file of other shapes."""
+    return f"`tamis bench {name}`" if name in SUITES else name.replace("_", " ").capitalize()
 
 
 def read(name: str) -> list[Row]:

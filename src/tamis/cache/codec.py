@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from tamis import checks
-from tamis.cache.layout import E2M1_MAX, E4M3_MAX, E4M3_NAN, Field, Layout
+from tamis.cache.fields import E2M1_MAX, E4M3_MAX, E4M3_NAN, Field
+from tamis.cache.layout import Layout
 
 if TYPE_CHECKING:
     from tamis.cache.paged import PagedCache

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from tamis import checks
 from tamis.cache.codec import check_read, read_rows
-from tamis.cache.layout import Field, Layout, named
+from tamis.cache.fields import Field
+from tamis.cache.layout import Layout, named
 from tamis.model.recipe import IndexRecipe
 
 _ONE_BYTE = (torch.uint8, torch.int8, torch.float8_e4m3fn)

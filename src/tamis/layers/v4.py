@@ -5,15 +5,25 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from tamis import checks
-from tamis.arithmetic import float32_products, without_autocast
+from tamis.arithmetic import without_autocast
 from tamis.cache.paged import PagedCache
 from tamis.cache.v4_caches import V4Caches
 from tamis.layers.batch_invariance import fixed_splits
 from tamis.layers.v4_checks import KnownV4, Projected, V4Call, V4Checks, V4Writes
 from tamis.layers.v4_gathered import Gathered, run_gathered
+from tamis.layers.v4_memory import sign_call
+from tamis.layers.v4_products import (
+    float_product,
+    output_rotation,
+    product,
+    product_dtype,
+    project,
+    project_output,
+    project_queries,
+    rotate_and_write,
+)
 from tamis.layers.v4_weights import CompressorWeights, V4Weights
 from tamis.model.spec import LayerSpec
 from tamis.ops import Rotated
@@ -26,16 +36,16 @@ from tamis.ops.index import WORKSPACE_BYTES, ranks_of_layer
 from tamis.ops.index.operations import IndexTopk, index_topk
 from tamis.ops.index.prepared import new_positions
 from tamis.ops.lse import LseForm
-from tamis.ops.output.operations import LowerGroups, RotateToFp8, lower_groups, rotate_to_fp8
+from tamis.ops.output.operations import RotateToFp8
 from tamis.ops.rotate import run_rotate_and_write
-from tamis.ops.rotate.operations import NormRows, RotateAndWrite, RotateHeads, norm_rows, rotate_heads
+from tamis.ops.rotate.operations import RotateHeads
 from tamis.step.lease import needs_latest_plan
 from tamis.step.v4_plan import V4Plan
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["SparseV4", "V4Caches", "project"]
+__all__ = ["SparseV4", "V4Caches"]
 
 
 class SparseV4:
@@ -116,7 +126,7 @@ class SparseV4:
         """The operations of a call, checked; None for a step without requests."""
         if selected is not None:
             self._checks.selected(selected, plan)
-        seen = self._checks.signature(hidden, caches, plan)
+        seen = sign_call(hidden, caches, plan, self.spec.compress)
         known = self._checks.seen_before(hidden, seen)
         if known is None:
             self._checks.arguments(hidden, caches, plan)
@@ -135,7 +145,7 @@ class SparseV4:
         self._checks.arguments(hidden, caches, plan)
         made = self._project(hidden)
         if plan.step.requests == 0:
-            return Rotated(made.q, made.index_q)
+            return Rotated(made.queries.q, made.index_q)
         writes = self._writes(made, caches, plan)
         self._checks.writes(writes)
         return self._write(writes)
@@ -169,23 +179,20 @@ class SparseV4:
     def _project(self, hidden: Tensor) -> Projected:
         """The projections of the hidden states. They write nothing, so the operations that take them can be checked
         afterwards."""
-        weights, spec, wide = self.weights, self.spec, _product_dtype(hidden)
+        weights, spec, wide = self.weights, self.spec, product_dtype(hidden)
         indexer, compressor = weights.indexer, weights.compressor
         entry, index_q, index_weights, index_entry = None, None, None, None
         with without_autocast(hidden.device):
-            normed = norm_rows(NormRows(_product(hidden, weights.q_a, wide), weights.q_norm, self.eps, self.backend))
-            q = _product(normed, weights.q_b, wide)
-            q = q.view(q.shape[0], spec.heads, spec.head_dim)
-            kv = _product(hidden, weights.kv, wide)
+            made = project_queries(hidden, weights, spec, self.eps, self.backend, wide)
             if compressor is not None:
-                entry = _float_product(hidden, compressor.values, wide), _float_product(hidden, compressor.scores, wide)
+                entry = float_product(hidden, compressor.values, wide), float_product(hidden, compressor.scores, wide)
             if indexer is not None:
                 keys = indexer.compressor
-                index_q = _product(normed, indexer.q, wide).view(q.shape[0], spec.index_heads, spec.index_dim)
+                index_q = product(made.low, indexer.q, wide).view(-1, spec.index_heads, spec.index_dim)
                 # The model's constant factor is left out: it is positive, so it changes no order.
-                index_weights = _float_product(hidden, indexer.weights, wide)
-                index_entry = _float_product(hidden, keys.values, wide), _float_product(hidden, keys.scores, wide)
-        return Projected(q, kv, entry, index_q, index_weights, index_entry)
+                index_weights = float_product(hidden, indexer.weights, wide)
+                index_entry = float_product(hidden, keys.values, wide), float_product(hidden, keys.scores, wide)
+        return Projected(made, entry, index_q, index_weights, index_entry)
 
     def _build(self, made: Projected, caches: V4Caches, plan: V4Plan, known: KnownV4 | None) -> V4Call:
         """Build the operations of a call. The rotated queries and attention's output do not exist yet, so tensors of
@@ -198,27 +205,14 @@ class SparseV4:
             caches,
             self._writes(made, caches, plan),
             index,
-            self._attention(made.q, caches, plan, known),
-            self._output_rotation(made.q, plan),
+            self._attention(made.queries.q, caches, plan, known),
+            self._output_rotation(made.queries.q, plan),
             known,
         )
 
     def _writes(self, made: Projected, caches: V4Caches, plan: V4Plan) -> V4Writes:
-        weights, step = self.weights, plan.step
-        rotation = RotateAndWrite(
-            made.q,
-            made.kv,
-            caches.window,
-            plan.window.pages.slots,
-            step.positions,
-            self.cos_sin,
-            weights.kv_norm,
-            self.eps,
-            made.index_q,
-            has_hadamard(caches.index),
-            True,
-            self.backend,
-        )
+        weights, numbers = self.weights, (self.cos_sin, self.eps, True, self.backend)
+        rotation = rotate_and_write(made.queries, made.index_q, weights, caches, plan, *numbers)
         compressions = []
         if weights.compressor is not None and made.entry is not None:
             assert caches.state is not None
@@ -314,63 +308,3 @@ class SparseV4:
 
     def _output(self, attended: Tensor, call: RotateHeads | RotateToFp8) -> Tensor:
         return project_output(self.weights, attended, call)
-
-
-def output_rotation(
-    weights: V4Weights, cos_sin: Tensor, attended: Tensor, plan: V4Plan, backend: str
-) -> RotateHeads | RotateToFp8:
-    """The rotation of attention's output back, with quantisation if the weights of the output projection are FP8."""
-    tile, positions = weights.output_tile, plan.step.positions
-    if tile is None:
-        return RotateHeads(attended, positions, cos_sin, None, True, backend)
-    return RotateToFp8(attended, positions, cos_sin, tile, True, backend)
-
-
-def project_output(weights: V4Weights, attended: Tensor, call: RotateHeads | RotateToFp8) -> Tensor:
-    """The grouped output projection: each group of heads to a low rank, then all of them to hidden states."""
-    wide, groups = _product_dtype(attended), weights.o_a.shape[0]
-    with without_autocast(attended.device):
-        if isinstance(call, RotateToFp8):
-            assert weights.o_a_scales is not None
-            parts = rotate_to_fp8(call._replace(x=attended))
-            values, scales = (_grouped(part, groups) for part in parts)
-            lower = LowerGroups(values, scales, weights.o_a, weights.o_a_scales, attended.dtype, call.backend)
-            return _product(lower_groups(lower).flatten(1), weights.o_b, wide)
-        rotated = rotate_heads(call._replace(x=attended))
-        grouped = _grouped(rotated, groups).transpose(0, 1)
-        lowered = torch.bmm(grouped.to(wide), weights.o_a.to(wide).transpose(1, 2))
-        return _product(lowered.transpose(0, 1).to(rotated.dtype).flatten(1), weights.o_b, wide)
-
-
-def project(x: Tensor, weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """x @ weight.T in x's dtype or in float32; on a CPU the product runs in float32."""
-    with without_autocast(x.device):
-        multiply = _float_product if dtype == torch.float32 else _product
-        return multiply(x, weight, _product_dtype(x))
-
-
-def _grouped(x: Tensor, groups: int) -> Tensor:
-    """[rows, H, D] as [rows, groups, H / groups * D]. There may be no row, so that no size can be left to torch."""
-    rows, heads, width = x.shape
-    return x.reshape(rows, groups, heads * width // groups)
-
-
-def _product(x: Tensor, weight: Tensor, wide: torch.dtype) -> Tensor:
-    """x @ weight.T, computed in `wide`, in x's dtype."""
-    if x.dtype is wide and weight.dtype is wide:  # `to` takes longer than comparing, even if it does nothing
-        return linear(x, weight)
-    return linear(x.to(wide), weight.to(wide)).to(x.dtype)
-
-
-def _float_product(x: Tensor, weight: Tensor, wide: torch.dtype) -> Tensor:
-    """x @ weight.T in float32. A product of 16-bit factors is summed in float32 anyway, and not rounded afterwards."""
-    if wide in (torch.bfloat16, torch.float16):
-        weight = weight if weight.dtype is wide else weight.to(wide)
-        return torch.mm(x, weight.T, out_dtype=torch.float32)
-    return linear(x.to(wide), weight.to(wide)).to(torch.float32)
-
-
-def _product_dtype(x: Tensor) -> torch.dtype:
-    # 16-bit matrix products are not usable on every CPU, and a reference should not round twice. On a device, float32
-    # products follow what the program allows, as those of every other linear layer of the model do.
-    return float32_products(x.device) if x.device.type == "cpu" else x.dtype

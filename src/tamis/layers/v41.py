@@ -5,7 +5,7 @@ one or two tokens, and index keys from the same latents. Layers share entries, i
 another's entries has that layer's caches, and a selection goes from layer to layer as an argument.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,12 +14,21 @@ from tamis import checks
 from tamis.arithmetic import without_autocast
 from tamis.cache.v4_caches import V4Caches
 from tamis.layers.batch_invariance import fixed_splits
-from tamis.layers.v4 import output_rotation, project, project_output
-from tamis.layers.v41_checks import Made, V41Call, V41Checks, V41Latents, V41Selection
+from tamis.layers.v4_products import (
+    float_product,
+    output_rotation,
+    product,
+    product_dtype,
+    project,
+    project_output,
+    project_queries,
+    rotate_and_write,
+)
+from tamis.layers.v41_checks import KnownV41, Made, V41Call, V41Checks, V41Latents, V41Selection
 from tamis.layers.v41_weights import V41Weights
 from tamis.model.spec import LayerSpec
 from tamis.ops import Rotated
-from tamis.ops.attention import new_output
+from tamis.ops.attention import new_output, read_by
 from tamis.ops.attention.operations import Attend, attend
 from tamis.ops.combine.operations import contiguous_sink
 from tamis.ops.compress import has_hadamard
@@ -35,7 +44,7 @@ from tamis.ops.index.operations import IndexTopk, index_topk
 from tamis.ops.index.prepared import new_positions
 from tamis.ops.lse import LseForm
 from tamis.ops.rotate import run_rotate_and_write
-from tamis.ops.rotate.operations import NormRows, RotateAndWrite, WriteRotated, norm_rows, write_rotated
+from tamis.ops.rotate.operations import NormRows, WriteRotated, norm_rows, write_rotated
 from tamis.step.lease import needs_latest_plan
 from tamis.step.v4_plan import V4Plan
 
@@ -104,12 +113,17 @@ class SparseV41:
             selection: what the layer before returned; None for the first layer. Layers that take a selection, or
                 candidate blocks, refuse None.
         """
-        checks.instance("plan", plan, V4Plan)
-        self._checks.arguments(hidden, caches, plan, selection)
+        if not isinstance(plan, V4Plan):
+            checks.instance("plan", plan, V4Plan)
+        seen = self._checks.signature(hidden, caches, plan, selection)
+        known = self._checks.seen_before(hidden, seen)
+        if known is None:
+            self._checks.arguments(hidden, caches, plan, selection)
         if plan.step.requests == 0:
             return V41Output(torch.zeros_like(hidden), self._checks.nothing(hidden, selection))
-        call = self._build(self._project(hidden), caches, plan, selection)
-        self._checks.operations(call)
+        call = self._build(self._project(hidden), caches, plan, selection, known)
+        if known is None:
+            self._checks.operations(call, seen)
         queries = run_rotate_and_write(call.rotation)
         if call.latents is not None:
             self._write_latents(call.latents)
@@ -120,53 +134,44 @@ class SparseV41:
     def _project(self, hidden: Tensor) -> Made:
         """The projections of the hidden states. They write nothing, so the operations that take them can be checked
         afterwards."""
-        weights, spec = self.weights.attention, self.spec
+        weights, spec, wide = self.weights.attention, self.spec, product_dtype(hidden)
         compressor, indexer = self.weights.compressor, self.weights.indexer
         index_q, index_weights, values, scores = None, None, None, None
         with without_autocast(hidden.device):
-            normed = norm_rows(NormRows(project(hidden, weights.q_a), weights.q_norm, self.eps, self.backend))
-            q = project(normed, weights.q_b)
-            q = q.view(q.shape[0], spec.heads, spec.head_dim)
-            kv = project(hidden, weights.kv)
+            made = project_queries(hidden, weights, spec, self.eps, self.backend, wide)
             if indexer is not None:
-                index_q = project(normed, indexer.q).view(q.shape[0], spec.index_heads, spec.index_dim)
+                index_q = product(made.low, indexer.q, wide).view(-1, spec.index_heads, spec.index_dim)
                 # The model's constant factor is left out: it is positive, so it changes no order.
-                index_weights = project(hidden, indexer.weights, torch.float32)
+                index_weights = float_product(hidden, indexer.weights, wide)
             if compressor is not None:
-                values = project(hidden, compressor.values, torch.float32)
-                scores = None if compressor.scores is None else project(hidden, compressor.scores, torch.float32)
-        return Made(q, kv, index_q, index_weights, values, scores)
+                values = float_product(hidden, compressor.values, wide)
+                scores = None if compressor.scores is None else float_product(hidden, compressor.scores, wide)
+        return Made(made, index_q, index_weights, values, scores)
 
-    def _build(self, made: Made, caches: V4Caches, plan: V4Plan, selection: V41Selection | None) -> V41Call:
+    def _build(
+        self,
+        made: Made,
+        caches: V4Caches,
+        plan: V4Plan,
+        selection: V41Selection | None,
+        known: KnownV41 | None,
+    ) -> V41Call:
         """Build the operations of a call. Latents, rotated queries and attention's output do not exist yet, so tensors
         of the same shape are checked in their place."""
-        weights, step = self.weights.attention, plan.step
-        rotation = RotateAndWrite(
-            made.q,
-            made.kv,
-            caches.window,
-            plan.window.pages.slots,
-            step.positions,
-            self.cos_sin,
-            weights.kv_norm,
-            self.eps,
-            made.index_q,
-            has_hadamard(caches.index),
-            False,
-            self.backend,
-        )
+        weights, q, numbers = self.weights.attention, made.queries.q, (self.cos_sin, self.eps, False, self.backend)
+        rotation = rotate_and_write(made.queries, made.index_q, weights, caches, plan, *numbers)
         index = None
         if made.index_q is not None and made.index_weights is not None:
-            index = self._index(made.index_q, made.index_weights, caches, plan, selection)
+            index = self._index(made.index_q, made.index_weights, caches, plan, selection, known)
         columns = plan.window.slots.shape[1] + (self.spec.topk or 0)
         splits = fixed_splits(columns) if self.batch_invariant else None
-        out = new_output(made.q, self.spec.value_dim)
+        # A prepared call makes its own output.
+        out: Any = new_output(q, self.spec.value_dim) if known is None or known.attend is None else None
         window, sink = [plan.window.selection(caches.window)], contiguous_sink(weights.sink)
-        attention = Attend(
-            made.q, window, self.spec.scale, None, splits, sink, out, False, LseForm(), self.backend
-        )  # fmt: skip
-        output = output_rotation(weights, self.cos_sin, made.q, plan, self.backend)
-        return V41Call(plan, caches, rotation, self._latents(made, caches, plan), index, attention, output)
+        attention = Attend(q, window, self.spec.scale, None, splits, sink, out, False, LseForm(), self.backend)
+        output = output_rotation(weights, self.cos_sin, q, plan, self.backend)
+        latents = self._latents(made, caches, plan)
+        return V41Call(plan, caches, rotation, latents, index, attention, output, known)
 
     def _latents(self, made: Made, caches: V4Caches, plan: V4Plan) -> V41Latents | None:
         compressor, indexer, step = self.weights.compressor, self.weights.indexer, plan.step
@@ -176,7 +181,8 @@ class SparseV41:
         assert caches.index is not None
         assert indexer is not None
         assert indexer.keys is not None
-        entries, dtype = plan.entries[self.spec.compress], made.q.dtype
+        (_, q, kv), entries = made.queries, plan.entries[self.spec.compress]
+        dtype = q.dtype
         pool: PoolKv | NormRows = NormRows(made.values, compressor.norm, self.eps, self.backend)
         if made.scores is not None:
             assert caches.state is not None
@@ -187,7 +193,7 @@ class SparseV41:
                 made.values, made.scores, caches.state, *where, compressor.norm, *numbers, self.backend
             )  # fmt: skip
         where_to = (entries.slots, step.positions, self.cos_sin)
-        latents, keys = made.kv, made.kv.new_empty((len(made.kv), self.spec.index_dim), dtype=dtype)
+        latents, keys = kv, kv.new_empty((len(kv), self.spec.index_dim), dtype=dtype)
         span, backend = self.spec.compress, self.backend
         return V41Latents(
             pool,
@@ -206,13 +212,20 @@ class SparseV41:
         )
 
     def _index(
-        self, q: Tensor, weights: Tensor, caches: V4Caches, plan: V4Plan, selection: V41Selection | None
+        self,
+        q: Tensor,
+        weights: Tensor,
+        caches: V4Caches,
+        plan: V4Plan,
+        selection: V41Selection | None,
+        known: KnownV41 | None,
     ) -> IndexTopk | IndexTopkAndBlocks | IndexTopkWithin:
         entries, candidates, k = plan.entries[self.spec.compress], self.spec.candidates, self.spec.topk
         assert caches.index is not None
         assert k is not None
         given = (q, weights, caches.index, plan.step.request_ids, entries.block_table, entries.visible)
-        out, rows = new_positions(plan.step.request_ids, k), plan.step.rows
+        topk, rows = known and known.topk, plan.step.rows
+        out = new_positions(plan.step.request_ids, k) if topk is None else topk.rooms()[0]
         if candidates is None:
             return IndexTopk(*given, k, WORKSPACE_BYTES, rows, out, None, self.backend)
         size = candidates.block_size
@@ -247,7 +260,8 @@ class SparseV41:
         if isinstance(index, IndexTopkWithin):
             index_topk_within(index._replace(q=queries.index_q))
         else:
-            index_topk(index._replace(q=queries.index_q))
+            run = index_topk if call.known is None or call.known.topk is None else call.known.topk.run
+            run(index._replace(q=queries.index_q))
         return V41Selection(index.out, held)
 
     def _attend(
@@ -259,5 +273,13 @@ class SparseV41:
             assert caches.entries is not None
             entries = plan.entries[self.spec.compress]
             selections = [*selections, entries.selection(caches.entries, selection.entries)]
-        attend(call.attend._replace(q=q, selections=selections))
-        return call.attend.out
+        attention, known = call.attend._replace(q=q, selections=selections), call.known
+        usual = q.is_contiguous() and (selection is None or selection.entries.is_contiguous())
+        if known is not None and known.attend is not None and usual:
+            found = known.attend.run(q, read_by(selections), attention.scale, attention.sink, None)
+            if found is not None:
+                return found[0]
+        if attention.out is None:
+            attention = attention._replace(out=new_output(q, self.spec.value_dim))
+        attend(attention)
+        return attention.out

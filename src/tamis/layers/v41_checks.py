@@ -6,11 +6,15 @@ import torch
 from torch import Tensor
 
 from tamis import checks
+from tamis.cache.paged import PagedCache
 from tamis.cache.v4_caches import V4Caches
+from tamis.layers import v4_memory
 from tamis.layers.v4_checks import check_cache
+from tamis.layers.v4_products import Queries
 from tamis.layers.v41_weights import V41Weights
 from tamis.model.spec import LayerSpec
-from tamis.ops.attention import check_attend, check_query
+from tamis.ops import memory
+from tamis.ops.attention import Prepared, check_attend, check_query
 from tamis.ops.attention.operations import Attend
 from tamis.ops.compress import check_pool_kv
 from tamis.ops.compress.operations import PoolKv
@@ -18,6 +22,7 @@ from tamis.ops.index import check_index_topk, check_layout
 from tamis.ops.index.block_operations import IndexTopkAndBlocks, IndexTopkWithin
 from tamis.ops.index.blocks import check_index_topk_and_blocks, check_index_topk_within
 from tamis.ops.index.operations import IndexTopk
+from tamis.ops.index.prepared import PreparedTopk
 from tamis.ops.output import check_rotate_to_fp8
 from tamis.ops.output.operations import RotateToFp8
 from tamis.ops.rotate import (
@@ -45,10 +50,8 @@ class V41Selection(NamedTuple):
 class Made(NamedTuple):
     """The products of a layer's weights and hidden states."""
 
-    q: Tensor
-    """[rows, H, D]"""
-    kv: Tensor
-    """[rows, D]"""
+    queries: Queries
+    """The queries and raw rows."""
     index_q: Tensor | None
     """[rows, index heads, index dim]; None, like the next, for layers without an indexer."""
     index_weights: Tensor | None
@@ -72,6 +75,16 @@ class V41Latents(NamedTuple):
     """Writes the index keys. Its rows are replaced by the latents' projections."""
 
 
+class KnownV41(NamedTuple):
+    """The operations of calls like one that passed, as far as the backend could prepare them."""
+
+    topk: PreparedTopk | None
+    """Selects entries for a layer that neither selects blocks nor selects within some."""
+    attend: Prepared | None
+    held: list[tuple[PagedCache, Tensor]]
+    """The caches of the call, which keep their identities as long as they are here."""
+
+
 class V41Call(NamedTuple):
     """One layer call: its operations in the order in which they run."""
 
@@ -86,10 +99,12 @@ class V41Call(NamedTuple):
     """The attention over the window. Its query is replaced by the rotated one, and the selected entries are added."""
     output: RotateHeads | RotateToFp8
     """The rotation of the output. Its input is replaced by attention's output."""
+    known: KnownV41 | None
+    """What was prepared for a call on a device that is like one before. Its attention has no output yet."""
 
 
 class V41Checks:
-    """The checks of one layer."""
+    """The checks of one layer. Few of them run again for a call on a device that is like one before."""
 
     def __init__(self, spec: LayerSpec, weights: V41Weights, cos_sin: Tensor, eps: float) -> None:
         """Remember the layer, and refuse parts of it that do not fit each other."""
@@ -101,6 +116,30 @@ class V41Checks:
         checks.tensor("cos_sin", cos_sin, "P R", (torch.float32,), R=spec.rope_dim, device=weights.attention.kv.device)
         checks.positive_number("eps", eps)
         self.spec, self.weights, self.cos_sin = spec, weights, cos_sin
+        self._known: memory.Memory[KnownV41] = memory.Memory(v4_memory.MOST)
+
+    def signature(
+        self, hidden: Tensor, caches: V4Caches, plan: V4Plan, selection: V41Selection | None
+    ) -> memory.Signature | None:
+        """All that the checks of a call on a device depend on; None if they must run in every call."""
+        seen = v4_memory.sign_call(hidden, caches, plan, self.spec.compress)
+        if seen is None or selection is None:
+            return seen
+        try:
+            return (*seen, type(selection), memory.sign(selection.entries), memory.sign(selection.candidates))
+        except memory.NOT_ARGUMENTS:
+            return None
+
+    def seen_before(self, hidden: Tensor, seen: memory.Signature | None) -> KnownV41 | None:
+        """What was prepared, if a call of this signature has passed. Otherwise `arguments` and `operations` must look
+        at it."""
+        known = None if seen is None else self._known.find(seen)
+        if known is not None and torch.is_grad_enabled():
+            self._no_gradient(hidden)
+        return known
+
+    def _no_gradient(self, hidden: Tensor) -> None:
+        checks.no_gradient(hidden=hidden, cos_sin=self.cos_sin, **self.weights.named())
 
     def arguments(self, hidden: Tensor, caches: V4Caches, plan: V4Plan, selection: V41Selection | None) -> None:
         """Refuse hidden states, caches, a plan and a selection that do not fit each other and the layer."""
@@ -119,7 +158,7 @@ class V41Checks:
             self._check_entries(caches, plan)
         self._check_selection(selection, plan)
         if torch.is_grad_enabled():
-            checks.no_gradient(hidden=hidden, cos_sin=self.cos_sin, **self.weights.named())
+            self._no_gradient(hidden)
 
     def _check_entries(self, caches: V4Caches, plan: V4Plan) -> None:
         spec, device, entries = self.spec, self.cos_sin.device, self._entry_plan(plan)
@@ -179,8 +218,8 @@ class V41Checks:
             held = empty(spec.candidates.blocks)
         return V41Selection(empty(spec.topk or 0), held)
 
-    def operations(self, call: V41Call) -> None:
-        """Refuse what the operations of a call refuse."""
+    def operations(self, call: V41Call, seen: memory.Signature | None) -> None:
+        """Refuse what the operations of a call refuse, and remember the signature of a call that passed."""
         check_rotate_and_write(call.rotation, "caches.window")
         if call.latents is not None:
             pool = call.latents.pool
@@ -198,12 +237,22 @@ class V41Checks:
             rows, device = call.plan.step.rows, self.cos_sin.device
             chosen = torch.empty((rows, self.spec.topk or 0), dtype=torch.int32, device=device)
             selections = [*selections, self._entry_plan(call.plan).selection(call.caches.entries, chosen)]
-        check_query(call.attend.q, selections, self.spec.value_dim)
-        check_attend(call.attend._replace(selections=selections))
+        attention = call.attend._replace(selections=selections)
+        check_query(attention.q, selections, self.spec.value_dim)
+        check_attend(attention)
         if isinstance(call.output, RotateHeads):
             check_rotate_heads(call.output)
         else:
             check_rotate_to_fp8(call.output)
+        if seen is not None:
+            self._known.keep(seen, self._prepared(call, attention))
+
+    def _prepared(self, call: V41Call, attention: Attend) -> KnownV41:
+        topk, attended = None, None
+        if memory.remembered_on(attention.q):
+            topk = PreparedTopk.of(call.select) if isinstance(call.select, IndexTopk) else None
+            attended = Prepared.of(attention, None)
+        return KnownV41(topk, attended, v4_memory.held_by(call.caches))
 
     def _check_index(self, call: IndexTopk | IndexTopkAndBlocks | IndexTopkWithin) -> None:
         sizes = {"T": call.request_ids.shape[0], "H": self.spec.index_heads}

@@ -12,7 +12,9 @@ from tamis import checks
 from tamis.cache.paged import PagedCache
 from tamis.cache.selection import Selection
 from tamis.cache.v4_caches import V4Caches
+from tamis.layers import v4_memory
 from tamis.layers.v4_gathered import Gathered, prepare_gathered
+from tamis.layers.v4_products import Queries
 from tamis.layers.v4_weights import V4Weights
 from tamis.model.spec import LayerSpec
 from tamis.ops import memory
@@ -30,18 +32,14 @@ from tamis.ops.rotate.operations import RotateAndWrite, RotateHeads
 from tamis.step.v4_plan import EntryPlan, V4Plan
 
 _COMPRESSED = (("caches.state", "caches.entries"), ("caches.index_state", "caches.index"))
-_MOST_KNOWN = 64
-"""Signatures that a layer remembers. A full memory forgets everything, which costs each call one more check."""
 _INDEX_NAMES = {"q": "index_q", "weights": "index_weights", "cache": "caches.index"}
 
 
 class Projected(NamedTuple):
     """The products of a layer's weights and hidden states."""
 
-    q: Tensor
-    """[rows, H, D]"""
-    kv: Tensor
-    """[rows, D]"""
+    queries: Queries
+    """The queries and raw rows."""
     entry: tuple[Tensor, Tensor] | None
     """Values and scores [rows, C] of the compressor; None for layers with a window only."""
     index_q: Tensor | None
@@ -100,12 +98,12 @@ class V4Checks:
         checks.tensor("cos_sin", cos_sin, "P R", (torch.float32,), R=spec.rope_dim, device=weights.kv.device)
         checks.positive_number("eps", eps)
         self.spec, self.weights, self.cos_sin, self.eps, self.backend = spec, weights, cos_sin, eps, backend
-        self._known: dict[tuple[object, ...], KnownV4] = {}
+        self._known: memory.Memory[KnownV4] = memory.Memory(v4_memory.MOST)
 
-    def seen_before(self, hidden: Tensor, seen: tuple[object, ...] | None) -> KnownV4 | None:
+    def seen_before(self, hidden: Tensor, seen: memory.Signature | None) -> KnownV4 | None:
         """What was prepared, if a call of this signature has passed. Otherwise `arguments` and `operations` must look
         at it."""
-        known = None if seen is None else self._known.get(seen)
+        known = None if seen is None else self._known.find(seen)
         if known is not None and torch.is_grad_enabled():
             self._no_gradient(hidden)
         return known
@@ -141,7 +139,7 @@ class V4Checks:
         )
         checks.writable("selected", selected, plan.step.positions, plan.step.request_ids)
 
-    def operations(self, call: V4Call, seen: tuple[object, ...] | None) -> V4Call:
+    def operations(self, call: V4Call, seen: memory.Signature | None) -> V4Call:
         """Refuse what the operations of a call refuse, and remember the signature of a call that passed.
 
         Returns the call; if prefills are gathered, with the operations of their groups.
@@ -155,18 +153,15 @@ class V4Checks:
             self._check_attend(call, call.attend)
         self.output(call.output)
         if seen is not None and isinstance(call.attend, Attend):
-            if len(self._known) == _MOST_KNOWN:
-                self._known.clear()
-            self._known[seen] = self._prepared(call, call.attend)
+            self._known.keep(seen, self._prepared(call, call.attend))
         return call
 
     def _prepared(self, call: V4Call, attention: Attend) -> KnownV4:
-        caches, index, attended = call.caches, None, None
-        held = (caches.window, caches.entries, caches.state, caches.index, caches.index_state)
+        index, attended = None, None
         if memory.remembered_on(attention.q):
             index = None if call.index_topk is None else PreparedTopk.of(call.index_topk)
             attended = Prepared.of(attention._replace(selections=self._selections(call, attention)), None)
-        return KnownV4(index, attended, [(cache, cache.storage) for cache in held if cache is not None])
+        return KnownV4(index, attended, v4_memory.held_by(call.caches))
 
     def writes(self, writes: V4Writes) -> None:
         """Refuse what the writing operations refuse."""
@@ -198,27 +193,6 @@ class V4Checks:
 
     def _no_gradient(self, hidden: Tensor) -> None:
         checks.no_gradient(hidden=hidden, cos_sin=self.cos_sin, **self.weights.named())
-
-    def signature(self, hidden: Tensor, caches: V4Caches, plan: V4Plan) -> tuple[object, ...] | None:
-        """All that the checks of a call on a device depend on; None if they must run in every call.
-
-        Caches count by their identity, since neither a cache nor its storage changes its shape.
-        """
-        if torch.compiler.is_compiling() or not isinstance(hidden, Tensor) or checks.visible(hidden):
-            return None
-        if not isinstance(caches, V4Caches):
-            return None
-        planned = plan.signature(self.spec.compress)
-        if planned is None:
-            return None
-        grad = torch.is_grad_enabled()
-        seen: list[object] = [grad, torch.is_inference_mode_enabled(), memory.remembered_on(hidden), planned]
-        for cache in (caches.window, caches.entries, caches.state, caches.index, caches.index_state):
-            if isinstance(cache, PagedCache):
-                seen += (id(cache), id(cache.storage), grad and cache.storage.requires_grad)
-            else:
-                seen.append(type(cache))
-        return (*seen, hidden.shape, hidden.stride(), hidden.dtype, hidden.device)
 
     def _check_hidden(self, hidden: Tensor, plan: V4Plan) -> None:
         rows, width, device = plan.step.rows, self.weights.kv.shape[1], self.cos_sin.device

@@ -2,11 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Self, get_args
+from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 from tamis import checks
-from tamis.model import hf_config, v41
+from tamis.model import hf_config
 from tamis.model.rope import Rope
+
+if TYPE_CHECKING:
+    from tamis.model.v41 import Candidates
 
 LayerKind = Literal["tokens", "window", "overlapping", "plain", "indexed"]
 """The rows that a layer attends to. "tokens": tokens that an indexer selects (V3.2). The others are V4's, with a window
@@ -49,7 +52,7 @@ class LayerSpec:
     attends to the last tokens, which are in no whole group (GLM-5.3-Flash)."""
     reuse_entries: bool = False
     """Whether the layer reads entries that an earlier layer makes, without a compressor of its own (V4.1)."""
-    candidates: v41.Candidates | None = None
+    candidates: "Candidates | None" = None
     """How the layer's indexer selects in two levels (V4.1); None if it selects from all entries alone."""
 
     def __post_init__(self) -> None:
@@ -95,7 +98,9 @@ class LayerSpec:
             remedy = "a layer that makes entries selects from them"
             raise checks.refuse("reuse_topk", "False for a layer that makes entries", True, remedy)
         if self.candidates is not None:
-            checks.instance("candidates", self.candidates, v41.Candidates)
+            from tamis.model.v41 import Candidates  # which other models need not load
+
+            checks.instance("candidates", self.candidates, Candidates)
             if not indexed or self.reuse_topk:
                 expected = "None for a layer without an indexer of V4.1"
                 raise checks.refuse("candidates", expected, self.candidates, "only layers that select have candidates")
@@ -136,7 +141,7 @@ class LayerSpec:
             )
         if hf_config.whole(fields, "kv_lora_rank", low=0, default=0):
             return cls._v32(fields, layer, heads)
-        if v41.is_v41(fields):
+        if hf_config.listed(fields, "kv_source_layer_ids"):
             return cls._v41(fields, layer, heads)
         return cls._v4(fields, layer, heads)
 
@@ -184,6 +189,8 @@ class LayerSpec:
 
     @classmethod
     def _v41(cls, fields: Mapping[str, Any], layer: int, heads: int) -> Self:
+        from tamis.model import v41
+
         width, rope = hf_config.whole(fields, "head_dim"), hf_config.rope_width(fields)
         if rope >= width:
             raise checks.refuse("config.qk_rope_head_dim", f"below head_dim, {width}", rope, "fix the config")

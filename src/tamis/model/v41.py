@@ -47,11 +47,6 @@ class Sharing(NamedTuple):
     """How it selects in two levels; None if it does not, or does not select."""
 
 
-def is_v41(fields: Mapping[str, Any]) -> bool:
-    """Whether a config is one of V4.1, which says who shares entries."""
-    return bool(hf_config.listed(fields, "kv_source_layer_ids"))
-
-
 def sharing(fields: Mapping[str, Any], layer: int) -> Sharing:
     """A layer's part in what layers share. Layers that could not share are refused, for example of two ratios."""
     ratio = _ratio(fields, layer)

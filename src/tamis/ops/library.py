@@ -37,7 +37,8 @@ from torch import Tensor
 from tamis import checks
 from tamis.arithmetic import without_autocast
 from tamis.backends import backend_for_stage
-from tamis.cache.layout import Layout, from_key
+from tamis.cache.fields import from_key
+from tamis.cache.layout import Layout
 from tamis.cache.paged import PagedCache
 from tamis.cache.selection import Rows, Selection
 from tamis.model.recipe import IndexRecipe

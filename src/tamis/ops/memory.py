@@ -25,8 +25,8 @@ C = TypeVar("C", bound=tuple[Any, ...])
 Signature: TypeAlias = tuple[object, ...]
 
 MOST = 1024
-"""Signatures that a memory holds. A serving engine has one per batch size of its decodes; those of prefills come and
-go."""
+"""Signatures that a memory holds unless it is told otherwise. A serving engine has one per batch size of its decodes;
+those of prefills come and go."""
 NOT_ARGUMENTS = (AttributeError, TypeError, RuntimeError)
 """What building a signature raises for objects that are no arguments of the call, such as numbers in place of tensors,
 or sparse tensors, which have no strides."""
@@ -35,9 +35,10 @@ or sparse tensors, which have no strides."""
 class Memory(Generic[T]):
     """Prepared calls by their signature. A full memory forgets everything, which costs each call one more check."""
 
-    def __init__(self) -> None:
-        """Start empty."""
+    def __init__(self, most: int | None = None) -> None:
+        """Start empty, with room for this many signatures."""
         self._known: dict[Signature, T] = {}
+        self._most = most
         _MEMORIES.add(self)
 
     def find(self, signature: Signature | None) -> T | None:
@@ -51,7 +52,7 @@ class Memory(Generic[T]):
         """Remember what was prepared, if anything could be."""
         if prepared is None:
             return
-        if len(self._known) >= MOST:
+        if len(self._known) >= (MOST if self._most is None else self._most):
             self._known.clear()
         self._known[signature] = prepared
 

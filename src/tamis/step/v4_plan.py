@@ -177,10 +177,10 @@ class V4Plan:
         seen: list[object] = [step.rows, step.requests == 0, window.size, window.page_size, self.workspace is None]
         tensors: list[Tensor | None] = [step.positions, step.request_ids]
         tensors += [window.pages.slots, window.slots, window.lengths]
-        if entries is not None and entries.state is not None:
-            seen += (entries.page_size, entries.state_page_size, entries.columns)
+        if entries is not None:
+            seen += (entries.page_size, entries.state_page_size, entries.columns, entries.state is None)
             tensors += [entries.block_table, entries.slots, entries.visible, entries.lengths, entries.every]
-            tensors += [entries.state.slots, entries.state.block_table]
+            tensors += [] if entries.state is None else [entries.state.slots, entries.state.block_table]
         for value in tensors:
             seen += (None,) if value is None else (value.shape, value.stride(), value.dtype, value.device)
         return tuple(seen)

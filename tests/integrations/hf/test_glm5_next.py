@@ -135,8 +135,10 @@ def test_a_model_without_a_cache_still_runs_in_chunks(model: Any) -> None:
 
 @glm5_next
 def test_refusals(model: Any) -> None:
-    with pytest.raises(ValueError, match="to train, got Glm5NextForConditionalGeneration"):
-        attach(model, train=True)
+    with pytest.raises(ValueError, match="indexer must be 'frozen' or 'sparse' for pooled index keys"):
+        attach(model, train=True, indexer="warmup")
+    with pytest.raises(ValueError, match="to train, got Glm5NextModel"):
+        attach(model.model, train=True)
     assert not is_attached(model)
     with pytest.raises(ValueError, match="index_kpool_always_select_tail must be True"):
         attach(build("glm5-next", index_kpool_always_select_tail=False))

@@ -32,7 +32,7 @@ def model(request: pytest.FixtureRequest) -> Iterator[Any]:
     found.requires_grad_(True)
 
 
-each_family = pytest.mark.parametrize("model", ["v32", "glm-shared", "v4"], indirect=True)
+each_family = pytest.mark.parametrize("model", ["v32", "glm-shared", "v4", "glm5-next"], indirect=True)
 each_model = pytest.mark.parametrize("model", ["v32", "glm-shared", "v4", *RELATIVES], indirect=True)
 
 
@@ -101,6 +101,59 @@ def test_sparse_losses_and_gradients(model: Any, teachers: Any) -> None:
         assert abs(index_losses(model)[layer] - float(loss)) < 1e-5 * float(loss) + 1e-6
     for name in indexer_parameters(model):
         assert relative_error(found[name], 2 * expected[name]) < 1e-4, name
+
+
+@torch.enable_grad()
+def pooled_scores(indexer: Any, hidden: Tensor, residual: Tensor) -> Tensor:
+    """[B, S, G]: the scores of whole groups of tokens by an indexer of GLM-5.3-Flash, group by group."""
+    size, keys = indexer.index_kpool, indexer.k_norm(indexer.wk(hidden))
+    gates = hidden @ indexer.index_kpool_compress_gate.T
+    pooled = []
+    for start in range(0, hidden.shape[1] - size + 1, size):
+        own = slice(start, start + size)
+        shares = (gates[:, own] + indexer.index_kpool_compress_ape).softmax(1)
+        pooled.append((shares * keys[:, own]).sum(1))
+    q = indexer.wq_b(residual).unflatten(-1, (indexer.n_heads, indexer.head_dim))
+    weights = indexer.weights_proj(hidden) * (indexer.n_heads * indexer.head_dim) ** -0.5
+    return torch.einsum("bsh,bshg->bsg", weights, torch.einsum("bshd,bgd->bshg", q, torch.stack(pooled, 1)).relu())
+
+
+@pytest.mark.parametrize("model", ["glm5-next"], indirect=True)
+@pytest.mark.parametrize("teachers", ["own", "readers"])
+def test_sparse_losses_of_pooled_keys(model: Any, teachers: Any) -> None:
+    """A group is attended to as much as its tokens together; the incomplete one, which nothing selects, is left out."""
+    seen: dict[int, Tensor] = {}
+    hooks = []
+    for number, layer in enumerate(language_model(model).layers):
+        if getattr(layer.self_attn, "indexer", None) is not None:
+
+            def keep(indexer: Any, _: Any, given: dict[str, Any], __: Any, number: int = number) -> None:
+                seen[number] = pooled_scores(indexer, given["hidden_states"].detach(), given["q_resid"].detach())
+
+            hooks.append(layer.self_attn.indexer.register_forward_hook(keep, with_kwargs=True))
+    model.set_attn_implementation("eager")
+    attentions = model(IDS, output_attentions=True, use_cache=False).attentions
+    for hook in hooks:
+        hook.remove()
+    assert list(seen) == [1]
+    (scores,) = seen.values()
+    size, groups = 4, scores.shape[-1]
+    complete = torch.arange(groups) < (torch.arange(IDS.shape[1]).unsqueeze(1) + 1) // size
+    found = []
+    for probabilities in attentions[: 2 if teachers == "readers" else 1]:
+        target = probabilities.sum(1)[..., : groups * size].unflatten(-1, (groups, size)).sum(-1)
+        found.append(divergence(scores, target.masked_fill(~complete, 0.0)))
+    loss = torch.stack(found).mean()
+    value = float(loss.detach())
+    model.zero_grad(set_to_none=True)
+    loss.backward()
+    expected = {name: p.grad for name, p in model.named_parameters()}
+    attach(model, train=True, indexer="sparse", index_loss=2.0, teachers=teachers, deterministic=False)
+    _, gradients = step(model, input_ids=IDS, labels=IDS)
+    assert abs(index_losses(model)[1] - value) < 1e-5 * value + 1e-6
+    assert len(indexer_parameters(model)) == 7
+    for name in indexer_parameters(model):
+        assert relative_error(gradients[name], 2 * expected[name]) < 1e-4, name
 
 
 @each_family

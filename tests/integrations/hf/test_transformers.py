@@ -1,11 +1,13 @@
 """Attached models compared with the same models before attaching, on contexts several times longer than top-k."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from bounds import relative_error
 from hf_models import (
+    RowsByThemselves,
     build,
     every_family,
     every_kind_of_cache,
@@ -13,6 +15,7 @@ from hf_models import (
     greedy,
     logits,
     own_positions,
+    sum_token_by_token,
     tokens,
     v32_only,
 )
@@ -82,17 +85,25 @@ def test_generate_with_left_padding(model: Any) -> None:
 
 @every_family
 @pytest.mark.parametrize("kind", ["fp32", "fp8"])
-def test_chunks_and_single_tokens_give_what_the_whole_gives(model: Any, kind: Any) -> None:
+def test_chunks_and_single_tokens_give_what_the_whole_gives(
+    model: Any, kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     attach(model, cache=kind)
-    if kind == "fp8" and new_cache(model).states:
-        pytest.skip("sums of linear attention depend on chunks, and FP8 codes on the last bits; see test_mla_pooled")
-    ids = tokens(2, 150)
-    expected = logits(model, ids)
-    detach(model)
-    attach(model, cache=kind, chunk_tokens=2 * 37)
-    assert relative_error(logits(model, ids), expected) < 1e-4
-    held = new_cache(model)
-    parts = [logits(model, ids[:, a:b], past_key_values=held) for a, b in ((0, 120), (120, 121), (121, 150))]
+    ids, fragile = tokens(2, 150), kind == "fp8" and bool(new_cache(model).states)
+    if fragile:
+        # Linear attention sums 64 tokens at a time in another order than fewer, and streams are mixed by sums of four
+        # numbers: hidden states differ in their last bits, at which codes of FP8 jump, and with them selections. What
+        # a jump does to the logits has no useful bound. With sums that do not depend on chunks, nothing does.
+        sum_token_by_token(model, monkeypatch)
+    with RowsByThemselves() if fragile else nullcontext():
+        expected = logits(model, ids)
+        detach(model)
+        attach(model, cache=kind, chunk_tokens=2 * 37)
+        chunked = logits(model, ids)
+        held = new_cache(model)
+        parts = [logits(model, ids[:, a:b], past_key_values=held) for a, b in ((0, 120), (120, 121), (121, 150))]
+    assert torch.equal(chunked, expected) or not fragile
+    assert relative_error(chunked, expected) < 1e-4
     assert relative_error(torch.cat(parts, dim=1), expected) < 1e-4
     assert held.get_seq_length() == 150
 

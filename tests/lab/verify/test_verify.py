@@ -21,6 +21,7 @@ from tamis.lab.testing import attend_cases, cases, compare, oracle
 from tamis.lab.verify import repeat, run_checks
 from tamis.lab.verify.check import Check, Target, Trial, judge
 from tamis.ops.compress.operations import CompressKv
+from tamis.ops.index.block_operations import IndexTopkAndBlocks, IndexTopkWithin
 from tamis.ops.index.operations import IndexScores, RaggedScores, WriteIndexKeys
 from tamis.ops.select.operations import SelectWindow
 
@@ -104,6 +105,15 @@ def break_index(result: Tensor, *args: object) -> None:
     result[3] = result[3].clamp_max(0)
 
 
+def break_blocks(result: None, call: IndexTopkAndBlocks) -> None:
+    # The token's newest block is lost.
+    call.blocks[call.blocks == (call.lengths.unsqueeze(1) - 1) // call.block_size] = -1
+
+
+def break_within(result: None, call: IndexTopkWithin) -> None:
+    call.out[-1, -1] += 1
+
+
 def break_scores(result: None, call: IndexScores | RaggedScores) -> None:
     call.out[3:4].mul_(1.001)
 
@@ -127,12 +137,16 @@ def break_topk(result: Tensor, *args: object) -> None:
     ("stage", "function", "spoil", "also"),
     [
         ("rotate", "rotate_heads", break_head, "v4-layer"),
+        ("rotate", "write_rotated", break_compress, None),
         ("compress", "compress_kv", break_compress, "v4-layer"),
+        ("compress", "pool_kv", break_head, None),
         ("write", "write_kv", break_write, None),
         ("gather", "gather_kv", break_gather, "layer"),
         ("select", "select_window", break_lengths, None),
         ("translate", "translate_positions", break_first, "layer"),
         ("index", "index_topk", break_index, None),
+        ("index", "index_topk_and_blocks", break_blocks, None),
+        ("index", "index_topk_within", break_within, None),
         ("index", "index_scores", break_scores, None),
         ("index", "ragged_scores", break_scores, None),
         ("index", "topk_positions", break_topk, None),

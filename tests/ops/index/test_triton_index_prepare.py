@@ -201,7 +201,7 @@ def test_normed_keys_in_float32(recipe: IndexRecipe, device: torch.device) -> No
 def test_key_widths_and_strides(width: int, device: torch.device) -> None:
     keys, recipe = torch.randn(width, 9).T, IndexRecipe(rope_dim=4, rope_first=False)
     host, there = cache_pair(index_fp8(dim=width), device)
-    rest = (SLOTS[:9].int().clamp(-1, 99), None, None, 1e-6, *where(recipe, 9), recipe)
+    rest = (SLOTS[:9].clamp(-1, 99).int(), None, None, 1e-6, *where(recipe, 9), recipe)
     reference.write_index_keys(WriteIndexKeys(keys, host, *rest, "reference"))
     triton_kernels.write_index_keys(WriteIndexKeys(*on(device, keys, there, *rest), "triton"))
     assert torch.equal(written(there), written(host))

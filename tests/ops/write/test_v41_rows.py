@@ -99,7 +99,11 @@ def test_kernels_write_and_read_the_references_bytes(layout: Layout, dtype: torc
     host, there = PagedCache(layout, 4, 11), PagedCache(layout, 4, 11, device)
     write_kv(rows, host, slots)
     write_kernels.write_kv(WriteKv(rows.to(device), None, slots.to(device), there, "triton"))
-    assert torch.equal(there.storage.cpu(), host.storage)
+    found, expected = there.storage.cpu(), host.storage
+    if layout is FP8:
+        # The sign of a NaN is that of the device's arithmetic, and of torch's own conversions to bf16.
+        found, expected = (torch.where((b & 0x7F) == 0x7F, 0x7F, b) for b in (found, expected))
+    assert torch.equal(found, expected)
     every = torch.arange(-1, 45)
     found = read_kernels.read_kv(ReadKv(every.to(device), there, torch.float32, "triton"))
     expected = read_kv(host, every)

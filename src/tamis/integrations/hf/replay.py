@@ -37,6 +37,9 @@ def replaying(base: Any, recorded: Recording, requests: Sequence[Hashable]) -> I
     if training.options.indexer == "warmup":
         remedy = "attach with indexer='sparse' or 'frozen'"
         raise checks.refuse("indexer", "one that selects", "'warmup', whose attention is dense", remedy)
+    if training.options.teaches and recorded.kpool > 1:
+        remedy = "attach with indexer='frozen'"
+        raise checks.refuse("indexer", "'frozen' to replay selections of pooled keys", "'sparse'", remedy)
     names = list(checks.sequence("requests", requests))
     before, training.replay = training.replay, _replay(attachment.family.specs, recorded, names)
     try:
@@ -50,7 +53,7 @@ def _replay(specs: list[Any], recorded: Recording, names: list[Hashable]) -> Cal
         if pack is None:
             remedy = "replay without torch.compile"
             raise checks.refuse("replaying", "used eagerly: recordings are on the host", "a compiled model", remedy)
-        own = [layer for layer, spec in enumerate(specs) if _selects(spec)]
+        own = [layer for layer, spec in enumerate(specs) if spec is not None and _selects(spec)]
         return {layer: recorded.packed(layer, names, pack).to(device) for layer in own}
 
     return rows

@@ -5,6 +5,7 @@ from typing import Any, get_args
 
 from tamis import checks
 from tamis.integrations.hf.train_forward import Training, check_parameters, loss_with_indexer, training_forward
+from tamis.integrations.hf.train_glm5_next import glm5_next_train_forward
 from tamis.integrations.hf.train_step import Options, Stage, Teachers
 from tamis.integrations.hf.train_v4 import v4_train_forward
 from tamis.integrations.hf.train_v32 import glm_train_forward, v32_train_forward
@@ -16,6 +17,7 @@ FORWARDS = {
     "AXK2ForCausalLM": v32_train_forward,
     "HYV4ForCausalLM": glm_train_forward,
     "MistralLarge4ForConditionalGeneration": glm_train_forward,
+    "Glm5NextForConditionalGeneration": glm5_next_train_forward,
 }
 """By class. What is not listed here is refused by `training_method`."""
 
@@ -52,6 +54,7 @@ def check_model(model: Any, options: Options) -> None:
         remedy = "set config.attention_dropout = 0 before training"
         raise checks.refuse("attention_dropout", "0: tamis has no dropout of attention weights", rate, remedy)
     check_parameters(model)
+    _check_pooled(model, options)
     own = indexer_parameters(model)
     learning = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     if options.indexer == "warmup" and learning - set(own):
@@ -63,6 +66,12 @@ def check_model(model: Any, options: Options) -> None:
         remedy = "call requires_grad_() on indexer_parameters(model), or choose indexer='frozen'"
         expected = f"one whose indexers require gradients for indexer={options.indexer!r}"
         raise checks.refuse("model", expected, "none of them does", remedy)
+
+
+def _check_pooled(model: Any, options: Options) -> None:
+    """Refuse the warm-up of pooled index keys, whose targets would be sums over groups of all visible tokens."""
+    if options.indexer == "warmup" and getattr(model.config.get_text_config(), "index_kpool", 1) > 1:
+        raise checks.refuse("indexer", "'frozen' or 'sparse' for pooled index keys", "'warmup'", "choose one of these")
 
 
 def indexer_parameters(model: Any) -> list[str]:

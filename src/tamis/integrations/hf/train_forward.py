@@ -65,6 +65,9 @@ def training_forward(
     if sight is None:
         remedy = "train on whole sequences, or call the model under torch.no_grad()"
         raise checks.refuse("past_key_values", "None in training", type(past_key_values).__name__, remedy)
+    if sight.packed and attachment.family.shape.linear:
+        remedy = "pass one per row, padded: linear attention would run from one sequence into the next"
+        raise checks.refuse("position_ids", "those of one sequence per row", "packed sequences", remedy)
     step = _step(self, given, sight, records, kwargs.get("num_items_in_batch"))
     if attachment.family.counts_tokens:
         position_ids = _positions(sight, given)
@@ -73,7 +76,7 @@ def training_forward(
             self,
             input_ids=input_ids,
             inputs_embeds=inputs_embeds,
-            attention_mask={"indexed_attention": step},
+            attention_mask={"indexed_attention": step, "linear_attention": attention_mask},
             position_ids=position_ids,
             past_key_values=None,
             use_cache=False,
@@ -126,7 +129,7 @@ def _step(base: Any, given: Tensor, sight: Sight, records: bool, items: Any) -> 
     keep = options.keep_selections
     if keep is None:
         hidden = base.config.hidden_size * base.embed_tokens.weight.element_size()
-        keep = max(4 * (spec.topk or 0) for spec in attachment.family.specs) <= hidden
+        keep = max(4 * (spec.topk or 0) for spec in attachment.family.specs if spec is not None) <= hidden
     replayed = None if training.replay is None else training.replay(sight.pack, given.device)
     step = TrainStep(
         attachment.family,

@@ -36,13 +36,14 @@ def index_rows(x: Tensor, angles: Tensor, recipe: IndexRecipe, step: TrainStep) 
 
 
 def select(step: TrainStep, layer: int, index: IndexTensors | None, starts: Tensor, ends: Tensor, most: int) -> Tensor:
-    """The rows int32 [T, K] that a layer's tokens attend to: as many as its indexer selects, and at most `most`."""
+    """The keys int32 [T, K] that a layer's indexer selects, at most `most` for a token: rows to attend to, or groups of
+    them where keys are pooled."""
     if step.replayed is not None:
         return step.replayed[layer]
     if layer in step.kept:
         return step.kept[layer]
     assert index is not None
-    topk = step.family.specs[layer].topk
+    topk = step.family.specs[layer].index_topk
     assert topk is not None
     found = select_rows(*index, starts, ends, max(1, min(topk, most)), backend=step.options.backend)
     if step.keep:

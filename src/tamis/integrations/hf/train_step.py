@@ -178,13 +178,15 @@ class TrainStep:
 
     def source(self, layer: int) -> int:
         """The layer whose indexer selects for a layer."""
-        while self.family.specs[layer].reuse_topk:
+        specs = self.family.specs
+        while specs[layer] is None or specs[layer].reuse_topk:
             layer -= 1
         return layer
 
     def readers(self, source: int) -> int:
         """How many layers use the selection of a layer's indexer, itself included."""
-        return sum(self.source(number) == source for number in range(source, len(self.family.specs)))
+        later = range(source, len(self.family.specs))
+        return sum(self.family.specs[number] is not None and self.source(number) == source for number in later)
 
     def teaches(self, layer: int) -> bool:
         """Whether a layer's attention teaches an indexer."""

@@ -93,7 +93,7 @@ def _rows(module: Any, hidden: Tensor, angles: Tensor, step: TrainStep) -> tuple
     return row
 
 
-def _absorbed(
+def absorbed(
     module: Any, query: tuple[Tensor, Tensor], row: tuple[Tensor, Tensor], spec: LayerSpec
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries [T, H, L + R] and rows [T, L + R] as they are compared, and the weight [H, V, L] of values."""
@@ -114,7 +114,7 @@ def _attend_sparsely(
 ) -> Tensor:
     """Values [T, H, V] of the selected rows, and the indexer's loss over them."""
     spec, options, layer = step.family.specs[module.layer_idx], step.options, module.layer_idx
-    q, rows, value = _absorbed(module, query, row, spec)
+    q, rows, value = absorbed(module, query, row, spec)
     chosen, settings = (
         Rows(rows, slots),
         {"scale": spec.scale, "sink": _sink(module, step, q), "backend": options.backend},
@@ -122,7 +122,7 @@ def _attend_sparsely(
     attended = attend_rows(q, chosen, value_dim=spec.latent_dim, deterministic=options.deterministic, **settings)
     if index is not None and step.teaches(layer):
         teach(step, layer, index, slots, index_target(q, chosen, attended.lse, **settings), attended.out)
-    return _project(attended.out.to(q.dtype), value)
+    return project_values(attended.out.to(q.dtype), value)
 
 
 def _sink(module: Any, step: TrainStep, like: Tensor) -> Tensor | None:
@@ -131,7 +131,7 @@ def _sink(module: Any, step: TrainStep, like: Tensor) -> Tensor | None:
     return sink.to(torch.float64) if sink is not None and like.dtype == torch.float64 else sink
 
 
-def _project(latent: Tensor, value: Tensor) -> Tensor:
+def project_values(latent: Tensor, value: Tensor) -> Tensor:
     """Values [T, H, V] of the attention's output [T, H, L]."""
     return torch.bmm(latent.transpose(0, 1), value.transpose(1, 2)).transpose(0, 1)
 
@@ -145,7 +145,7 @@ def _attend_to_all(
 ) -> Tensor:
     """As `_attend_densely`, for models with sinks: torch's dense attention has none."""
     spec, options, layer = step.family.specs[module.layer_idx], step.options, module.layer_idx
-    q, rows, value = _absorbed(module, query, row, spec)
+    q, rows, value = absorbed(module, query, row, spec)
     sink = _sink(module, step, q)
     assert sink is not None
     starts, ends = (bound.to(q.device) for bound in (step.sight.starts, step.sight.ends))
@@ -173,7 +173,7 @@ def _attend_to_all(
             backend=options.backend,
         )
         step.add_loss(layer, loss, out)
-    return _project(out, value)
+    return project_values(out, value)
 
 
 def _attend_densely(

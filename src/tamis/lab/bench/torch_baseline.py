@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from tamis.arithmetic import ceil_div
-from tamis.cache.layout import E4M3_MAX, Layout
+from tamis.cache.fields import E4M3_MAX
+from tamis.cache.layout import Layout
 from tamis.cache.paged import PagedCache
 from tamis.cache.selection import Selection
 from tamis.lab.bench.index_sets import IndexSet, ScoreSet, TopkSet

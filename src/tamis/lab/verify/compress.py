@@ -12,8 +12,9 @@ from tamis.cache.pool import PagePool
 from tamis.lab.testing.cases import Draw
 from tamis.lab.testing.oracle import index_rows
 from tamis.lab.verify.check import Check, Target, Trial, named_calls
-from tamis.lab.verify.repeat import graph_check, repeat_check
-from tamis.lab.verify.v4_inputs import BOUNDS, FP8_BOUND, LENGTH, ROTARY, layouts, norm_error, normed
+from tamis.lab.verify.latents import latent_cases, latent_checks, latents_again, latents_made
+from tamis.lab.verify.repeat import Replays, graph_check, repeat_check
+from tamis.lab.verify.v4_inputs import BOUNDS, FP8_BOUND, LENGTH, PIECES, ROTARY, layouts, norm_error, normed
 from tamis.model.recipe import IndexRecipe
 from tamis.ops import (
     StatePages,
@@ -28,8 +29,13 @@ def compress_checks(target: Target) -> Iterator[Check]:
         some = [case for case in found if case.layout.quantised == quantised]
         name = "entries in FP8" if quantised else "entries"
         yield Check("compress", name, bound, named_calls(_compress, target, some))
-    yield repeat_check("compress", named_calls(_compressed, target, found[::2]))
-    yield graph_check(target, "compress", ["compress"], named_calls(_compress_again, target, found))
+    yield from latent_checks(target)
+    latents = latent_cases(target)
+    repeated = [*named_calls(_compressed, target, found[::2]), *named_calls(latents_made, target, latents[:1])]
+    yield repeat_check("compress", repeated)
+    again = named_calls(_compress_again, target, found)
+    replays: Replays = [*again, *named_calls(latents_again, target, latents)]
+    yield graph_check(target, "compress", ["compress"], replays)
 
 
 @dataclass(frozen=True)
@@ -117,7 +123,7 @@ class _Compressor:
 def _compressed(target: Target, case: CompressCase) -> list[Tensor]:
     """All entries of a request that ran as a prompt, decodes, rejected drafts, and a chunk."""
     made = _Compressor(target, case)
-    for start, end, drafts in ((0, 125, 0), (125, 126, 0), (126, 131, 3), (128, 131, 0), (131, LENGTH, 0)):
+    for start, end, drafts in PIECES:
         wrong = target.here(
             (torch.arange(start, end, dtype=torch.int64, device="cpu") >= end - drafts).float().unsqueeze(1)
         )

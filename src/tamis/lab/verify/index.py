@@ -11,8 +11,9 @@ from tamis.backends import compute_capability
 from tamis.lab.testing import index_cases, oracle
 from tamis.lab.testing.index_cases import IndexCase, KeysCase, TopkCase, best_positions
 from tamis.lab.verify.check import Check, Target, Trial, named_calls
-from tamis.lab.verify.index_steps import step_checks
-from tamis.lab.verify.repeat import count_differences, graph_check, repeat_check
+from tamis.lab.verify.index_blocks import block_checks, levels_again, levels_of
+from tamis.lab.verify.index_steps import step_checks, steps_taken
+from tamis.lab.verify.repeat import Replays, count_differences, graph_check, repeat_check
 from tamis.ops import index_scores, index_topk, quantise_index_query, ragged_scores, topk_positions, write_index_keys
 
 SCORE_BOUND = 1e-5
@@ -43,10 +44,16 @@ def index_checks(target: Target) -> Iterator[Check]:
         yield from _score_checks(target, ", FP8 products", FP8_BOUND, fp8)
     yield Check(stage, "top-k", 0.0, named_calls(_topk, target, index_cases.topk_cases(quick=target.quick)))
     yield Check(stage, "ties", 0.0, named_calls(_index, target, [case for case in found if case.exact]))
-    yield from step_checks(target)
+    steps = steps_taken(target)
+    yield from step_checks(target, steps)
+    yield from block_checks(target, steps if target.quick else steps[::3])
     yield Check(stage, "fused call matches two-step result", 0.0, named_calls(_fused, target, found))
-    yield repeat_check(stage, named_calls(_indexed, target, found[::4]))
-    yield graph_check(target, stage, [stage], named_calls(_index_again, target, found[::4]))
+    some, levels = found[::4], steps[::4]
+    repeated = [*named_calls(_indexed, target, some), *named_calls(levels_of, target, levels)]
+    yield repeat_check(stage, repeated)
+    again = named_calls(_index_again, target, some)
+    replays: Replays = [*again, *named_calls(levels_again, target, levels)]
+    yield graph_check(target, stage, [stage], replays)
 
 
 def _takes(target: Target, case: IndexCase) -> bool:

@@ -8,12 +8,16 @@ from tamis.lab.verify.repeat import count_differences
 from tamis.ops import index_scores, index_topk, topk_positions
 
 
-def step_checks(target: Target) -> Iterator[Check]:
-    """Scores are those intended, and so are selections from them and in one call."""
+def steps_taken(target: Target) -> list[ExactStep]:
+    """The steps that are checked on a target."""
     steps = list(exact_steps(33, 400, quick=target.quick))
     if target.device.type == "cuda":
         steps += exact_steps(2048, 9001, quick=target.quick)
-    taken = [step for step in steps if _takes(target, step)]
+    return [step for step in steps if _takes(target, step)]
+
+
+def step_checks(target: Target, taken: list[ExactStep]) -> Iterator[Check]:
+    """Scores are those intended, and so are selections from them and in one call."""
     yield Check("index", "exact scores", 0.0, named_calls(_scores, target, taken))
     yield Check("index", "exact selections", 0.0, named_calls(_selections, target, taken))
 

@@ -15,6 +15,9 @@ Outputs: TypeAlias = Sequence[Tensor]
 Replay: TypeAlias = tuple[Sequence[Tensor], Sequence[Tensor], Callable[..., Outputs]]
 """The inputs of the capture, inputs of the same shapes for the replay, and the call."""
 
+Replays: TypeAlias = list[tuple[str, Callable[[], Replay]]]
+"""The name of each case and the function that prepares its replay."""
+
 
 def count_differences(found: Outputs, expected: Outputs) -> Trial:
     """How many elements differ, over all outputs; NaN equals NaN."""

@@ -10,6 +10,7 @@ from tamis.cache.layout import Layout
 from tamis.cache.paged import PagedCache
 from tamis.lab.testing.cases import Draw
 from tamis.lab.verify.check import Check, Target, Trial, named_calls
+from tamis.lab.verify.latents import rotated_cases, rotated_checks, rotated_made
 from tamis.lab.verify.repeat import graph_check, repeat_check
 from tamis.lab.verify.v4_inputs import BOUNDS, FP8_BOUND, LENGTH, ROTARY, layouts, norm_error, normed, rotated
 from tamis.ops import rotate_and_write, rotate_heads
@@ -27,7 +28,9 @@ def rotate_checks(target: Target) -> Iterator[Check]:
     found = [layout for layout in layouts() if target.takes("rotate", layout)]
     inserted = [layout for layout in found if layout.width == 512]
     yield Check("rotate", "rows inserted", FP8_BOUND, named_calls(_insert, target, inserted))
-    yield repeat_check("rotate", named_calls(_inserted, target, inserted))
+    yield from rotated_checks(target)
+    written = [*named_calls(_inserted, target, inserted), *named_calls(rotated_made, target, rotated_cases(target))]
+    yield repeat_check("rotate", written)
     yield graph_check(target, "rotate", ["rotate"], [("heads", partial(_rotate_again, target))])
 
 

@@ -12,6 +12,8 @@ LENGTH = 320
 BOUNDS = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 5e-3}
 """Relative error of a single rounding, by dtype."""
 FP8_BOUND = 4e-2
+PIECES = ((0, 125, 0), (125, 126, 0), (126, 131, 3), (128, 131, 0), (131, LENGTH, 0))
+"""First token, end, and drafts to be rejected of the steps of a request: a prompt, a decode, drafts, and a chunk."""
 
 
 def rotated(x: Tensor, positions: Tensor, *, inverse: bool = False) -> Tensor:

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from tamis import checks
 from tamis.arithmetic import ceil_div
-from tamis.cache.layout import Layout, from_key
+from tamis.cache.fields import from_key
+from tamis.cache.layout import Layout
 from tamis.cache.paged import PagedCache
 from tamis.cache.selection import Selection
 from tamis.cuda.device import sm_count

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from tamis import checks
 from tamis.cache.codec import decode_e2m1, encode_rows
-from tamis.cache.layout import Rounding, index_mxfp4
+from tamis.cache.fields import Rounding
+from tamis.cache.layout import index_mxfp4
 from tamis.model.recipe import IndexRecipe
 from tamis.ops.index.prepare import rotate_index
 

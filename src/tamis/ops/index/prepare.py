@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from tamis import checks
-from tamis.cache.layout import Rounding, index_fp8
+from tamis.cache.fields import Rounding
+from tamis.cache.layout import index_fp8
 from tamis.cache.paged import PagedCache
 from tamis.model.recipe import IndexRecipe
 from tamis.ops.index import check_layout, operations

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from tamis.cache.layout import Rounding
+from tamis.cache.fields import Rounding
 from tamis.model.recipe import IndexRecipe
 from tamis.model.rope import hadamard, rotate
 

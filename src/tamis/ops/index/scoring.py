@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tamis import checks
 from tamis.arithmetic import ceil_div, round_up
-from tamis.cache.layout import from_key
+from tamis.cache.fields import from_key
 from tamis.cuda.device import sm_count
 from tamis.ops.index.block_operations import IndexTopkAndBlocks, IndexTopkWithin
 from tamis.ops.index.operations import IndexScores, IndexTopk, RaggedScores

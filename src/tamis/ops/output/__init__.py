@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tamis import checks
 from tamis.arithmetic import ceil_div
-from tamis.cache.layout import E4M3_MAX, OUTPUT_SCALE_FLOOR
+from tamis.cache.fields import E4M3_MAX, OUTPUT_SCALE_FLOOR
 from tamis.ops.output import operations
 from tamis.ops.output.operations import LowerGroups, RotateToFp8
 from tamis.ops.rotate import check_positions

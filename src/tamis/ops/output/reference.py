@@ -5,7 +5,7 @@ from torch import Tensor
 
 from tamis.arithmetic import float32_products
 from tamis.cache.codec import divide, exponent_above, to_e4m3
-from tamis.cache.layout import E4M3_MAX, OUTPUT_SCALE_FLOOR
+from tamis.cache.fields import E4M3_MAX, OUTPUT_SCALE_FLOOR
 from tamis.ops.output.operations import LowerGroups, RotateToFp8
 from tamis.ops.rotate.reference import rotate_tail
 

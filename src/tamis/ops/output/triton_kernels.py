@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tamis.cache.layout import OUTPUT_SCALE_FLOOR
+from tamis.cache.fields import OUTPUT_SCALE_FLOOR
 from tamis.ops.output.operations import LowerGroups, RotateToFp8
 from tamis.ops.rotate.triton_kernels import rotation_arguments
 from tamis.ops.rows.triton_norm import rotate_row

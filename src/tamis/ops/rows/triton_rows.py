@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 
-from tamis.cache.layout import Field, from_key
+from tamis.cache.fields import Field, from_key
 from tamis.cache.paged import PagedCache
 
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from tamis.cache.codec import decode_rows, write_rows
-from tamis.cache.layout import Rounding
+from tamis.cache.fields import Rounding
 from tamis.cache.paged import PagedCache
 from tamis.ops.index.rotation import rotate_rows
 from tamis.ops.write.row_operations import FakeQuantise

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tamis.cache.layout import from_key
+from tamis.cache.fields import from_key
 from tamis.cuda.device import current_stream
 from tamis.ops.rows.triton_launch import TritonLaunch, can_prepare
 from tamis.ops.rows.triton_rows import (

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from tamis import checks
 from tamis.arithmetic import ceil_div
-from tamis.cache.layout import from_key, rows, v32_fp8
+from tamis.cache.fields import from_key
+from tamis.cache.layout import rows, v32_fp8
 from tamis.cache.selection import Selection
 from tamis.cuda.compiler import Program
 from tamis.cuda.device import device_index, sm_count
