@@ -187,8 +187,8 @@ def cuda_cases() -> Iterator[CudaCase]:
     for ordered in (False, True):
         label = f"index, loss{', in order' if ordered else ''}"
         yield CudaCase(label, gradients.program(ordered=ordered), gradients.MOST_BYTES)
-    form = gradients.FORM
-    yield CudaCase("index, sums in order", ordered_sums.program(form), ordered_sums.shared_bytes(form))
+    pairs = gradients.FORM
+    yield CudaCase("index, sums in order", ordered_sums.program(pairs), ordered_sums.shared_bytes(pairs))
 
 
 def layouts() -> Iterator[Layout]:

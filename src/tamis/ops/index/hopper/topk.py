@@ -177,5 +177,5 @@ def _planned(device: int, variant: Variant | topk_rows.Form, width: int, k: int)
 @cache
 def _launch(device: int, variant: Variant) -> Launch:
     loaded = kernel(program(variant.threads), "topk_positions", device)
-    shape = {"threads": variant.threads, "shared": variant.shared, "cluster": variant.cluster}
-    return Launch(loaded, TopkParams, **shape, overlap=True)
+    threads, shared, cluster = variant.threads, variant.shared, variant.cluster
+    return Launch(loaded, TopkParams, threads=threads, shared=shared, cluster=cluster, overlap=True)
