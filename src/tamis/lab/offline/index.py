@@ -180,9 +180,9 @@ def cuda_cases() -> Iterator[CudaCase]:
             yield CudaCase(label, scores.program(found, heads, size, tiles), scores.SHARED_BYTES)
     for threads in (512, 1024):
         yield CudaCase(f"index, top-k, {threads} threads", program(threads), Variant(1, threads, 1).shared)
-    for form in (*topk_rows.WHOLE, *topk_rows.STREAMED):
+    for form in (*topk_rows.WHOLE, *topk_rows.STREAMED, topk_rows.ALONE):
         how = "streamed" if form.stages else "whole"
-        label = f"index, top-k of {how} rows, {form.threads} threads, k up to {form.most_k}"
+        label = f"index, top-k of {how} rows, {form.threads} threads, {form.ctas} CTAs, k up to {form.most_k}"
         yield CudaCase(label, topk_rows.program(form), form.shared)
     for ordered in (False, True):
         label = f"index, loss{', in order' if ordered else ''}"

@@ -41,16 +41,22 @@ WHOLE = (Form(256, 6, 4096), Form(512, 3, 4096))
 """For rows that fit in shared memory, shorter ones first."""
 STREAMED = (Form(256, 4, 2048, 2, 3), Form(256, 2, 4096, 4, 3))
 """For longer rows, by the largest k."""
+ALONE = Form(512, 1, 2048, 3)
+"""For longer rows that are no more than SMs."""
+
+
+FEW = 16_384
+"""With fewer scores per SM than this, those of a few rows, one CTA per row would leave most of the GPU idle."""
 
 
 def usual_form(tokens: int, width: int, k: int, sms: int, *, aligned: bool) -> Form | None:
-    """The fastest form, or None where `topk.cu` is faster: with few rows, which it divides among several CTAs."""
-    if 2 * tokens <= sms and width >= 32768:
-        return None
+    """The fastest form, or None where `topk.cu` is faster: with few long rows, which it divides."""
     places = width if aligned else width + 3
     for form in WHOLE:
         if places <= form.places:
             return form
+    if tokens <= sms:
+        return ALONE if k <= ALONE.most_k and tokens * width >= FEW * sms else None
     return next(form for form in STREAMED if k <= form.most_k)
 
 
