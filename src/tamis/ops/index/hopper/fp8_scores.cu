@@ -51,31 +51,23 @@ __device__ __forceinline__ u32 block_cost(int tokens) { return tokens > OWN_TOKE
 
 // ---- Shared memory
 
-// What consumers know about a tile's part that their CTA computes. `blocks` is 0 after the last one.
-struct Part {
-    int first, count;   // tokens
-    int position;       // of the first key
-    int blocks;
-    int number;         // of the first block, in the CTA's sequence of blocks
-    int padding[3];
-};
-
+constexpr int BUFFERS = 2;  // for tiles
 constexpr u32 KEYS_OF_A_STAGE = BLOCK * KEY_BYTES, SCALES_OF_A_STAGE = BLOCK * SCALE_BYTES;
 constexpr u32 CHUNK_BYTES = CHUNK * 128, QUERY_BUFFER = COLUMNS * 128;
-constexpr u32 QUERIES = 0;                                       // [2][COLUMNS][128 bytes], swizzled
-constexpr u32 KEY_RING = QUERIES + 2 * QUERY_BUFFER;                 // [STAGES][BLOCK][128 bytes], swizzled
-constexpr u32 SCALE_RING = KEY_RING + STAGES * KEYS_OF_A_STAGE;          // [STAGES][BLOCK] floats
-constexpr u32 WEIGHTS = SCALE_RING + STAGES * SCALES_OF_A_STAGE;     // [2][COLUMNS / 16][4 lanes][4] floats
-constexpr u32 BOUNDS = WEIGHTS + 2 * COLUMNS * 4;                // [2][TILE][2] first and last key of each token
-constexpr u32 PARTS = BOUNDS + 2 * TILE * 8;                     // [2] Part
-constexpr u32 PRESENT = PARTS + 2 * sizeof(Part);                // [STAGES] a bit for each 16 keys that exist
+constexpr u32 QUERIES = 0;                                       // [BUFFERS][COLUMNS][128 bytes], swizzled
+constexpr u32 KEY_RING = QUERIES + BUFFERS * QUERY_BUFFER;       // [STAGES][BLOCK][128 bytes], swizzled
+constexpr u32 SCALE_RING = KEY_RING + STAGES * KEYS_OF_A_STAGE;  // [STAGES][BLOCK] floats
+constexpr u32 WEIGHTS = SCALE_RING + STAGES * SCALES_OF_A_STAGE; // [BUFFERS][COLUMNS / 16][4 lanes][4] floats
+constexpr u32 BOUNDS = WEIGHTS + BUFFERS * COLUMNS * 4;          // [BUFFERS][TILE][2] first and last key of each token
+constexpr u32 PARTS = BOUNDS + BUFFERS * TILE * 8;               // [BUFFERS] Part
+constexpr u32 PRESENT = PARTS + BUFFERS * sizeof(Part);          // [STAGES] a bit for each 16 keys that exist
 constexpr u32 COSTS = PRESENT + (STAGES + 3) / 4 * 16;           // [MOST_GROUPS + 1] costs of the groups before
 constexpr u32 WARP_COSTS = COSTS + (MOST_GROUPS + 4) * 4;        // [32] costs of the groups of each warp
 constexpr u32 FULL = WARP_COSTS + 128;                           // [STAGES] mbarriers, as all that follow
 constexpr u32 EMPTY = FULL + STAGES * 8;
-constexpr u32 QUERIES_FULL = EMPTY + STAGES * 8;                 // [2]
-constexpr u32 QUERIES_EMPTY = QUERIES_FULL + 2 * 8;
-constexpr u32 USED = QUERIES_EMPTY + 2 * 8;
+constexpr u32 QUERIES_FULL = EMPTY + STAGES * 8;                 // [BUFFERS]
+constexpr u32 QUERIES_EMPTY = QUERIES_FULL + BUFFERS * 8;
+constexpr u32 USED = QUERIES_EMPTY + BUFFERS * 8;
 static_assert(USED <= SHARED_BYTES && FULL % 8 == 0 && KEY_RING % 1024 == 0, "shared memory is too small or not aligned");
 static_assert(STAGES % CONSUMERS == 0, "each consumer has its own stages");
 // A CTA has the registers that it is launched with, as many for every thread. More than these would be waited for in vain.
@@ -85,56 +77,27 @@ static_assert(PRODUCE_REGISTERS + CONSUMERS * SCORE_REGISTERS <= THREADS / 128 *
 
 // ---- Producers
 
-// Copies the blocks of keys of all parts. By one warp: a lane copies a block. Half of the stages are filled at once, while
-// consumers work on the other half.
+// Copies the blocks of keys of all parts, by one warp.
 __device__ __forceinline__ void copy_keys(const ScoreParams& params, const TileMap& map, u32 memory, int groups) {
-    constexpr int BATCH = STAGES / 2;
-    const int lane = threadIdx.x % 32;
-    const int count = params.page_size < BLOCK ? BLOCK / params.page_size : 1, rows = BLOCK / count;  // pages; their keys
-    const u32 sixteens = (1u << rows / 16) - 1;  // a bit for each 16 keys of a page
-    u32 number = lane;                           // of this lane's block
-    for_each_part(params, memory, groups, [&](const Tile& tile, int from, int to) {
-        const bool listed = params.block_table == nullptr;
-        const int* const table = listed ? nullptr : params.block_table + tile.request * params.table_stride;
-        BlockPages next;
-        next.look_up(params, table, from + lane, count, rows);
-#pragma unroll 1
-        for (int first = from; first < to; first += BATCH) {
-            const int block = first + lane;
-            const BlockPages own = next;
-            next.look_up(params, table, block + BATCH, count, rows);
-            if (lane < BATCH && block < to) {
-                const u32 stage = number % STAGES, full = memory + FULL + stage * 8;
-                const u32 keys = memory + KEY_RING + stage * KEYS_OF_A_STAGE, scales = memory + SCALE_RING + stage * SCALES_OF_A_STAGE;
-                const int present = listed ? min(rows, params.listed_keys - block * BLOCK) : rows;
-                // The last scales of a list may be no multiple of 16 bytes.
-                const int scales_bytes = present / 4 * 4 * SCALE_BYTES;
-                mbarrier_wait(memory + EMPTY + stage * 8, number / STAGES % 2 ^ 1);
-                u32 exist = 0, bytes = 0;
+    for_each_block(params, memory, groups, [&](const BlockCopy& copy, u32 number) {
+        const u32 keys = memory + KEY_RING + copy.stage * KEYS_OF_A_STAGE, full = memory + FULL + copy.stage * 8;
+        const u32 scales = memory + SCALE_RING + copy.stage * SCALES_OF_A_STAGE;
+        const int whole = copy.present / 4 * 4, rows = copy.rows;
+        copy.wait(memory, number);
+        // The last scales of a list may be no multiple of 16 bytes. The arrival publishes them.
+        for (int at = whole; at < copy.present; ++at) {
+            shared_store(scales + at * 4, reinterpret_cast<const u32*>(params.scales)[copy.block * BLOCK + at]);
+        }
+        copy.announce(memory, rows * KEY_BYTES + whole * SCALE_BYTES);
 #pragma unroll
-                for (int part = 0; part < 4; ++part) {
-                    if (own.page[part] < 0) continue;
-                    exist |= sixteens << part * (rows / 16), bytes += rows * KEY_BYTES + scales_bytes;
-                }
-                if (exist != 0) {
-                    for (int at = present / 4 * 4; at < present; ++at) {
-                        shared_store(scales + at * 4, reinterpret_cast<const u32*>(params.scales)[block * BLOCK + at]);
-                    }
-                }
-                shared_store(memory + PRESENT + stage * 4, exist);
-                mbarrier_arrive_expect_tx(full, bytes);
-#pragma unroll
-                for (int part = 0; part < 4; ++part) {
-                    if (own.page[part] < 0) continue;
-                    const int within = listed ? 0 : (block * BLOCK + part * rows) % params.page_size;
-                    copy_tile(keys + part * rows * KEY_BYTES, map, listed ? block * BLOCK : within, listed ? 0 : own.page[part], full);
-                    if (scales_bytes == 0) continue;
-                    const auto* from_scales = params.scales + own.page[part] * params.scale_page_stride + within * SCALE_BYTES;
-                    bulk_copy(scales + part * rows * SCALE_BYTES, from_scales, scales_bytes, full);
-                }
-            }
-            __syncwarp();
-            number += min(BATCH, to - first);
+        for (int part = 0; part < 4; ++part) {
+            const int page = copy.pages.page[part], within = copy.within(params, part);
+            if (page < 0) continue;
+            const int row = copy.listed ? copy.block * BLOCK : within;
+            copy_tile(keys + part * rows * KEY_BYTES, map, row, copy.listed ? 0 : page, full);
+            if (whole == 0) continue;
+            const auto* from_scales = params.scales + page * params.scale_page_stride + within * SCALE_BYTES;
+            bulk_copy(scales + part * rows * SCALE_BYTES, from_scales, whole * SCALE_BYTES, full);
         }
     });
 }
@@ -154,15 +117,7 @@ __device__ __forceinline__ u32 weight_place(int token, int head) {
 
 // Copies the queries and weights of the tiles of all parts. By LOADERS threads, numbered by `thread`.
 __device__ __forceinline__ void copy_queries(const ScoreParams& params, u32 memory, int groups, int thread) {
-    int part = 0, number = 0;
-    const auto publish = [&](int first, int count, int position, int blocks) {
-        const int buffer = part % 2;
-        mbarrier_wait(memory + QUERIES_EMPTY + buffer * 8, part / 2 % 2 ^ 1);
-        if (thread == 0) {
-            const u32 own = memory + PARTS + buffer * sizeof(Part);
-            shared_store4(own, make_uint4(first, count, position, blocks));
-            shared_store(own + 16, number);
-        }
+    publish_parts(params, memory, groups, thread, [&](int first, int count, int buffer) {
         const u32 queries = memory + QUERIES + buffer * QUERY_BUFFER;
         const int columns = count * HEADS;
         // Eight lanes read a query, which has 128 bytes.
@@ -180,19 +135,7 @@ __device__ __forceinline__ void copy_queries(const ScoreParams& params, u32 memo
             // See `rectified`.
             shared_store(weights + weight_place(token, head) * 4, __float_as_uint(head % 2 == 0 ? 0.5f * weight : weight));
         }
-        if (thread < count) {
-            const Bounds own(params, first + thread);
-            shared_store2(memory + BOUNDS + (buffer * TILE + thread) * 8, make_uint2(own.start, own.end));
-        }
-        fence_async_proxy();
-        mbarrier_arrive(memory + QUERIES_FULL + buffer * 8);
-        ++part;
-        number += blocks;
-    };
-    for_each_part(params, memory, groups, [&](const Tile& tile, int from, int to) {
-        publish(tile.first, tile.count, from * BLOCK, to - from);
     });
-    publish(0, 0, 0, 0);
 }
 
 // ---- Consumers
@@ -403,8 +346,8 @@ __device__ __forceinline__ void score(const ScoreParams& params, u32 memory, int
     Scorer scorer = {params, memory};
     scorer.keys = k_major(memory + KEY_RING);
     for (int part = 0;; ++part) {
-        const int buffer = part % 2;
-        mbarrier_wait(memory + QUERIES_FULL + buffer * 8, part / 2 % 2);
+        const int buffer = part % BUFFERS;
+        mbarrier_wait(memory + QUERIES_FULL + buffer * 8, part / BUFFERS % 2);
         const u32 own = memory + PARTS + buffer * sizeof(Part);
         const uint4 words = shared_load4(own);
         const int blocks = warp_uniform(words.w), number = warp_uniform(shared_load(own + 16));
@@ -453,7 +396,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) index_scores(
             mbarrier_init(memory + FULL + stage * 8, 1);
             mbarrier_init(memory + EMPTY + stage * 8, CONSUMERS * WARPS);
         }
-        for (int buffer = 0; buffer < 2; ++buffer) {
+        for (int buffer = 0; buffer < BUFFERS; ++buffer) {
             mbarrier_init(memory + QUERIES_FULL + buffer * 8, LOADERS);
             mbarrier_init(memory + QUERIES_EMPTY + buffer * 8, CONSUMERS * 128);
         }

@@ -40,3 +40,12 @@ static_assert(sizeof(ScoreParams) == PARAMS_BYTES, "ScoreParams differs from its
 constexpr int BLOCK = 64;          // keys of a block
 constexpr int MOST_GROUPS = 2048;  // groups of tokens in a launch
 constexpr u32 MINUS_INFINITY = 0xFF800000u;
+
+// What consumers know about a tile's part that their CTA computes. `blocks` is 0 after the last one.
+struct Part {
+    int first, count;   // tokens
+    int position;       // of the first key
+    int blocks;
+    int number;         // of the first block, in the CTA's sequence of blocks
+    int padding[3];
+};

@@ -1,6 +1,7 @@
-// What the scorers share: how work is divided, tokens into tiles and the tiles' blocks of keys among the CTAs; pages and weights.
-// Included after the constants of the kernel, of which this uses TILE, THREADS, COSTS, WARP_COSTS and `block_cost`.
+// What the scorers share: how work is divided, tokens into tiles and the tiles' blocks of keys among the CTAs; pages, parts and
+// weights. Included after the constants of the kernel and its `block_cost`.
 #pragma once
+#include "warp_sums.cuh"
 
 // ---- Tiles
 
@@ -44,17 +45,6 @@ __device__ __forceinline__ u32 group_cost(const ScoreParams& params, int group) 
         start = min(start, own.start), end = max(end, own.end);
     }
     return cost + cost_of(count, start, end);
-}
-
-// The sum of the values of lanes 0 to this one.
-__device__ __forceinline__ u32 inclusive_sum(u32 value) {
-    const int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-        const u32 other = __shfl_up_sync(FULL_MASK, value, step);
-        if (lane >= step) value += other;
-    }
-    return value;
 }
 
 // Computes the costs before each group, by all threads of the CTA.
@@ -145,6 +135,96 @@ struct BlockPages {
         }
     }
 };
+
+// A block of keys that is to be copied into a stage of the ring.
+struct BlockCopy {
+    int block;          // its number in the request, or in the list
+    bool listed;        // whether keys are one list
+    BlockPages pages;
+    int rows;           // keys of one of the pages
+    int present;        // those that exist, fewer at the end of a list
+    u32 stage;
+
+    // The number of the first key of `part` in its page.
+    __device__ __forceinline__ int within(const ScoreParams& params, int part) const {
+        return listed ? 0 : (block * BLOCK + part * rows) % params.page_size;
+    }
+
+    // Waits for room in the stage; `number` is the block's in the CTA's sequence of blocks.
+    __device__ __forceinline__ void wait(u32 memory, u32 number) const {
+        mbarrier_wait(memory + EMPTY + stage * 8, number / STAGES % 2 ^ 1);
+    }
+
+    // Says which keys exist, and how many bytes are going to be copied: `page_bytes` for each page.
+    __device__ __forceinline__ void announce(u32 memory, u32 page_bytes) const {
+        const u32 sixteens = (1u << rows / 16) - 1;  // a bit for each 16 keys of a page
+        u32 exist = 0, bytes = 0;
+#pragma unroll
+        for (int part = 0; part < 4; ++part) {
+            if (pages.page[part] < 0) continue;
+            exist |= sixteens << part * (rows / 16), bytes += page_bytes;
+        }
+        shared_store(memory + PRESENT + stage * 4, exist);
+        mbarrier_arrive_expect_tx(memory + FULL + stage * 8, bytes);
+    }
+};
+
+// Calls `copy(block, number)` for the blocks of keys of all parts, by one warp: a lane copies a block. Half of the stages are
+// filled at once, while consumers work on the other half.
+template <class Copy>
+__device__ __forceinline__ void for_each_block(const ScoreParams& params, u32 memory, int groups, const Copy& copy) {
+    constexpr int BATCH = STAGES / 2;
+    const int lane = threadIdx.x % 32;
+    const int count = params.page_size < BLOCK ? BLOCK / params.page_size : 1, rows = BLOCK / count;  // pages; their keys
+    u32 number = lane;  // of this lane's block
+    for_each_part(params, memory, groups, [&](const Tile& tile, int from, int to) {
+        const bool listed = params.block_table == nullptr;
+        const int* const table = listed ? nullptr : params.block_table + tile.request * params.table_stride;
+        BlockPages next;
+        next.look_up(params, table, from + lane, count, rows);
+#pragma unroll 1
+        for (int first = from; first < to; first += BATCH) {
+            const int block = first + lane;
+            const BlockPages own = next;
+            next.look_up(params, table, block + BATCH, count, rows);
+            if (lane < BATCH && block < to) {
+                const int present = listed ? min(rows, params.listed_keys - block * BLOCK) : rows;
+                copy(BlockCopy{block, listed, own, rows, present, number % STAGES}, number);
+            }
+            __syncwarp();
+            number += min(BATCH, to - first);
+        }
+    });
+}
+
+// Publishes the tiles of all parts to the consumers, by LOADERS threads, numbered by `thread`; `copy(first token, tokens,
+// buffer)` copies queries and weights.
+template <class Copy>
+__device__ __forceinline__ void publish_parts(const ScoreParams& params, u32 memory, int groups, int thread, const Copy& copy) {
+    int part = 0, number = 0;
+    const auto publish = [&](int first, int count, int position, int blocks) {
+        const int buffer = part % BUFFERS;
+        mbarrier_wait(memory + QUERIES_EMPTY + buffer * 8, part / BUFFERS % 2 ^ 1);
+        if (thread == 0) {
+            const u32 own = memory + PARTS + buffer * sizeof(Part);
+            shared_store4(own, make_uint4(first, count, position, blocks));
+            shared_store(own + 16, number);
+        }
+        copy(first, count, buffer);
+        if (thread < count) {
+            const Bounds own(params, first + thread);
+            shared_store2(memory + BOUNDS + (buffer * TILE + thread) * 8, make_uint2(own.start, own.end));
+        }
+        fence_async_proxy();
+        mbarrier_arrive(memory + QUERIES_FULL + buffer * 8);
+        ++part;
+        number += blocks;
+    };
+    for_each_part(params, memory, groups, [&](const Tile& tile, int from, int to) {
+        publish(tile.first, tile.count, from * BLOCK, to - from);
+    });
+    publish(0, 0, 0, 0);
+}
 
 // A weight of any of the types, as float32.
 __device__ __forceinline__ float load_weight(const ScoreParams& params, long long at) {

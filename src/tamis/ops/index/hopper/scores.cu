@@ -45,15 +45,6 @@ constexpr int LOADERS = 96;                    // threads that copy queries
 
 // ---- Shared memory
 
-// What consumers know about a tile's part that their CTA computes. `blocks` is 0 after the last one.
-struct Part {
-    int first, count;   // tokens
-    int position;       // of the first key
-    int blocks;
-    int number;         // of the first block, in the CTA's sequence of blocks
-    int padding[3];
-};
-
 constexpr u32 CHUNK_BYTES = K_TILES * CHUNK * 128, QUERY_BUFFER = MOST_CHUNKS * CHUNK_BYTES;
 constexpr int BUFFERS = COLUMNS == 512 ? 1 : 2;  // two buffers of as many queries do not fit
 constexpr u32 STAGE_BYTES = BLOCK * (KEY_BYTES + SCALE_BYTES);
@@ -84,55 +75,28 @@ __device__ __forceinline__ u32 block_cost(int tokens) { return tokens > TILE / 2
 
 __device__ __forceinline__ u32 stage_address(u32 memory, int stage) { return memory + RING + stage * STAGE_BYTES; }
 
-// Copies the blocks of keys of all parts. By one warp: a lane copies a block. Half of the stages are filled at once, while
-// consumers work on the other half.
+// Copies the blocks of keys of all parts, by one warp.
 __device__ __forceinline__ void copy_keys(const ScoreParams& params, u32 memory, int groups) {
-    constexpr int BATCH = STAGES / 2;
-    const int lane = threadIdx.x % 32;
-    const int count = params.page_size < BLOCK ? BLOCK / params.page_size : 1, rows = BLOCK / count;  // pages; their keys
-    const u32 sixteens = (1u << rows / 16) - 1;  // a bit for each 16 keys of a page
-    u32 number = lane;                           // of this lane's block
-    for_each_part(params, memory, groups, [&](const Tile& tile, int from, int to) {
-        const bool listed = params.block_table == nullptr;
-        const int* const table = listed ? nullptr : params.block_table + tile.request * params.table_stride;
-        BlockPages next;
-        next.look_up(params, table, from + lane, count, rows);
-#pragma unroll 1
-        for (int first = from; first < to; first += BATCH) {
-            const int block = first + lane;
-            const BlockPages own = next;
-            next.look_up(params, table, block + BATCH, count, rows);
-            if (lane < BATCH && block < to) {
-                const u32 stage = number % STAGES, full = memory + FULL + stage * 8, address = stage_address(memory, stage);
-                const int present = listed ? min(rows, params.listed_keys - block * BLOCK) : rows;
-                mbarrier_wait(memory + EMPTY + stage * 8, number / STAGES % 2 ^ 1);
-                u32 exist = 0, bytes = 0;
+    for_each_block(params, memory, groups, [&](const BlockCopy& copy, u32 number) {
+        const u32 address = stage_address(memory, copy.stage), full = memory + FULL + copy.stage * 8;
+        const int rows = copy.rows;
+        copy.wait(memory, number);
+        copy.announce(memory, copy.present * (KEY_BYTES + SCALE_BYTES));
 #pragma unroll
-                for (int part = 0; part < 4; ++part) {
-                    if (own.page[part] < 0) continue;
-                    exist |= sixteens << part * (rows / 16), bytes += present * (KEY_BYTES + SCALE_BYTES);
-                }
-                shared_store(memory + PRESENT + stage * 4, exist);
-                mbarrier_arrive_expect_tx(full, bytes);
-#pragma unroll
-                for (int part = 0; part < 4; ++part) {
-                    if (own.page[part] < 0) continue;
-                    const int within = listed ? 0 : (block * BLOCK + part * rows) % params.page_size;
-                    const auto* keys = params.keys + own.page[part] * params.key_page_stride + within * KEY_BYTES;
-                    const u32 to_keys = address + part * rows * KEY_BYTES;
-                    if (params.joined) {
-                        bulk_copy(to_keys, keys, BLOCK * (KEY_BYTES + SCALE_BYTES), full);
-                        continue;
-                    }
-                    bulk_copy(to_keys, keys, present * KEY_BYTES, full);
-                    if (SCALED) {
-                        const auto* scales = params.scales + own.page[part] * params.scale_page_stride + within * SCALE_BYTES;
-                        bulk_copy(address + BLOCK * KEY_BYTES + part * rows * SCALE_BYTES, scales, rows * SCALE_BYTES, full);
-                    }
-                }
+        for (int part = 0; part < 4; ++part) {
+            const int page = copy.pages.page[part], within = copy.within(params, part);
+            if (page < 0) continue;
+            const auto* keys = params.keys + page * params.key_page_stride + within * KEY_BYTES;
+            const u32 to_keys = address + part * rows * KEY_BYTES;
+            if (params.joined) {
+                bulk_copy(to_keys, keys, BLOCK * (KEY_BYTES + SCALE_BYTES), full);
+                continue;
             }
-            __syncwarp();
-            number += min(BATCH, to - first);
+            bulk_copy(to_keys, keys, copy.present * KEY_BYTES, full);
+            if (SCALED) {
+                const auto* scales = params.scales + page * params.scale_page_stride + within * SCALE_BYTES;
+                bulk_copy(address + BLOCK * KEY_BYTES + part * rows * SCALE_BYTES, scales, rows * SCALE_BYTES, full);
+            }
         }
     });
 }
@@ -193,15 +157,7 @@ __device__ __forceinline__ void copy_query(const unsigned char* head, u32 querie
 
 // Copies the queries and weights of the tiles of all parts. By LOADERS threads, numbered by `thread`.
 __device__ __forceinline__ void copy_queries(const ScoreParams& params, u32 memory, int groups, int thread) {
-    int part = 0, number = 0;
-    const auto publish = [&](int first, int count, int position, int blocks) {
-        const int buffer = part % BUFFERS;
-        mbarrier_wait(memory + QUERIES_EMPTY + buffer * 8, part / BUFFERS % 2 ^ 1);
-        if (thread == 0) {
-            const u32 own = memory + PARTS + buffer * sizeof(Part);
-            shared_store4(own, make_uint4(first, count, position, blocks));
-            shared_store(own + 16, number);
-        }
+    publish_parts(params, memory, groups, thread, [&](int first, int count, int buffer) {
         const u32 queries = memory + QUERIES + buffer * QUERY_BUFFER;
         const int columns = count * HEADS;
         constexpr int PARTS_OF_A_HEAD = 4;  // of 32 dims
@@ -221,19 +177,7 @@ __device__ __forceinline__ void copy_queries(const ScoreParams& params, u32 memo
             const u32 at = column / 16 * 16 + column % 8 / 2 * 4 + column / 8 % 2 * 2 + column % 2;
             shared_store(weights + at * 4, __float_as_uint(weight));
         }
-        if (thread < count) {
-            const Bounds own(params, first + thread);
-            shared_store2(memory + BOUNDS + (buffer * TILE + thread) * 8, make_uint2(own.start, own.end));
-        }
-        fence_async_proxy();
-        mbarrier_arrive(memory + QUERIES_FULL + buffer * 8);
-        ++part;
-        number += blocks;
-    };
-    for_each_part(params, memory, groups, [&](const Tile& tile, int from, int to) {
-        publish(tile.first, tile.count, from * BLOCK, to - from);
     });
-    publish(0, 0, 0, 0);
 }
 
 // ---- Consumers

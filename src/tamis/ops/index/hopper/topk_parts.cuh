@@ -1,6 +1,7 @@
-// What the kernels of top-k have in common: parameters, keys, sums over lanes, and slots of positions.
+// What the kernels of top-k have in common: parameters, keys, and slots of positions.
 #pragma once
 #include "instructions.cuh"
+#include "warp_sums.cuh"
 
 // The parameters of a launch. T is the number of rows, B of requests.
 struct TopkParams {
@@ -37,17 +38,6 @@ __device__ __forceinline__ float score_of(u32 key) {
 }
 
 // ---- Sums
-
-// The sum of the values of lanes 0 to this one.
-__device__ __forceinline__ u32 inclusive_sum(u32 value) {
-    const int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-        const u32 other = __shfl_up_sync(FULL_MASK, value, step);
-        if (lane >= step) value += other;
-    }
-    return value;
-}
 
 // The sum of the first `count` elements of `warps`, which has one for each warp.
 __device__ __forceinline__ u32 sum_of_warps(const u32* warps, int count) {
