@@ -42,11 +42,7 @@ WHOLE = (Form(256, 6, 4096), Form(512, 3, 4096))
 STREAMED = (Form(256, 4, 2048, 2, 3), Form(256, 2, 4096, 4, 3))
 """For longer rows, by the largest k."""
 ALONE = Form(512, 1, 2048, 3)
-"""For longer rows that are no more than SMs."""
-
-
-FEW = 16_384
-"""With fewer scores per SM than this, those of a few rows, one CTA per row would leave most of the GPU idle."""
+"""For longer rows that are no more than SMs, and more than half as many."""
 
 
 def usual_form(tokens: int, width: int, k: int, sms: int, *, aligned: bool) -> Form | None:
@@ -56,7 +52,7 @@ def usual_form(tokens: int, width: int, k: int, sms: int, *, aligned: bool) -> F
         if places <= form.places:
             return form
     if tokens <= sms:
-        return ALONE if k <= ALONE.most_k and tokens * width >= FEW * sms else None
+        return ALONE if 2 * tokens > sms and k <= ALONE.most_k else None
     return next(form for form in STREAMED if k <= form.most_k)
 
 
