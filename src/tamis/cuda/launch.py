@@ -193,7 +193,8 @@ class Launch:
         except AttributeError:
             memory = self._own.memory = _Memory(self)
         memory.pack(params)
-        memory.take(tile_map)
+        if self.mapped:
+            memory.take(tile_map)
         memory.config.grid[:] = grid
         memory.config.stream = current_stream(self.kernel.device)
         current = ctypes.c_void_p()
@@ -243,7 +244,6 @@ class _Memory:
 
     def __init__(self, launch: Launch) -> None:
         letters, self._plain, self._nested = params_format(launch.params)
-        self._mapped = launch.mapped
         packing = struct.Struct(f"@{letters}")
         self._pack_into = packing.pack_into
         self.params = ctypes.create_string_buffer(round_up(packing.size, 8))  # can be seen as words
@@ -256,11 +256,10 @@ class _Memory:
         self.reference = ctypes.byref(self.config)
 
     def take(self, tile_map: "TileMap | None") -> None:
-        """Pass a map as the second parameter, if the kernel has one. The driver copies it at the launch."""
-        if self._mapped:
-            if tile_map is None:
-                raise TypeError("this kernel needs a tile map")
-            self.pointers[1] = tile_map.address
+        """Pass a map as the second parameter. The driver copies it at the launch."""
+        if tile_map is None:
+            raise TypeError("this kernel needs a tile map")
+        self.pointers[1] = tile_map.address
 
     def pack(self, params: tuple[Any, ...]) -> None:
         """Pack all parameters."""
@@ -290,7 +289,7 @@ class PreparedLaunch:
         """See `Launch.prepared`."""
         places = field_places(launch.params)
         self._launch, self._grid, self._params = launch, grid, params
-        self._run, self._function = launch._launch, launch.kernel.function
+        self._run, self._function, self._mapped = launch._launch, launch.kernel.function, launch.mapped
         self._words = [places[name].number for name in addresses]
         self._factor = None if factor is None else places[factor].number
         wrong = [name for name in addresses if places[name].letter != "P"]
@@ -310,7 +309,8 @@ class PreparedLaunch:
             words[word] = address
         if self._factor is not None:
             floats[self._factor] = factor
-        memory.take(tile_map)
+        if self._mapped:
+            memory.take(tile_map)
         memory.config.stream = stream
         status = self._run(memory.reference, self._function, memory.pointers, None)
         if status:
