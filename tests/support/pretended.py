@@ -20,7 +20,7 @@ from tamis.cuda.params import field_places, params_format
 from tamis.ops import library, memory
 from tamis.ops.attention.hopper import few_heads, many_heads, splits
 from tamis.ops.index import scoring
-from tamis.ops.index.hopper import topk
+from tamis.ops.index.hopper import topk, topk_rows
 from tamis.ops.select import triton_kernels as select_kernels
 from tamis.ops.translate import triton_kernels as translate_kernels
 from tamis.ops.write import triton_kernels as write_kernels
@@ -149,7 +149,7 @@ class Pretended:
         """Forget all calls, and all that depends on this device."""
         for cached in (few_heads._launch, many_heads._launch, splits._merge_launch, topk._launch, launch.kernel):
             cached.cache_clear()
-        for cached in (library._module, few_heads.plan_launch):
+        for cached in (library._module, few_heads.plan_launch, topk._planned, topk_rows.launch):
             cached.cache_clear()
         memory.forget_all()
 

@@ -17,7 +17,7 @@ from tamis.arithmetic import ceil_div
 from tamis.cache.codec import to_e4m3
 from tamis.cache.layout import Layout, index_fp8, index_mxfp4, plain_fp8, rows, v4_fp8, v32_fp8
 from tamis.ops.rows.triton_rows import encode_e4m3, interpreted, round_to_bf16
-from tamis.ops.write import reference
+from tamis.ops.write import reference, triton_kernels
 from tamis.ops.write.operations import WriteKv
 from tamis.ops.write.triton_kernels import write_kv, write_rows
 
@@ -285,3 +285,14 @@ def test_any_write(case: tuple[Layout, Tensor, Tensor, dict[str, int]], device: 
 
 def test_the_kernel_runs_as_meant(device: torch.device) -> None:
     assert interpreted(write_rows) == (device.type == "cpu")
+
+
+def test_rounding_follows_the_kernel_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is remembered of a layout must not say whether the kernel is interpreted, which a process may change."""
+    cache = PagedCache("index-fp8", 2, 64)
+    rows, slots = torch.zeros(1, 128, dtype=BF16), torch.zeros(1, dtype=torch.int32)
+    call = WriteKv(rows, None, slots, cache, "triton")
+    with monkeypatch.context() as patch:
+        patch.setattr(triton_kernels, "write_rows", object())
+        assert triton_kernels.launch_arguments(call)["NATIVE_BF16"]
+    assert triton_kernels.launch_arguments(call)["NATIVE_BF16"] != interpreted(write_rows)

@@ -225,6 +225,7 @@ def launch_arguments(call: WriteKv) -> dict[str, Any]:
     return {
         **row_arguments(cache),
         **_constants(cache.layout.key, cache.page_size),
+        "NATIVE_BF16": not interpreted(write_rows),
         "kv": kv,
         "kv_stride": kv.stride(0),
         "rope": rope,
@@ -238,12 +239,11 @@ def launch_arguments(call: WriteKv) -> dict[str, Any]:
 
 @remember
 def _constants(key: str, page_size: int) -> dict[str, Any]:
-    """The kernel's constants of a layout, beyond `layout_constants`."""
+    """The kernel's constants that follow from a layout alone, beyond `layout_constants`."""
     layout = from_key(key)
     return {
         "SCALES": layout.scales.count if layout.scales is not None else 0,
         "SCALE_FLOOR": layout.scale_floor,
         "ROUND_INPUT": layout.rounding == "bf16",
-        "NATIVE_BF16": not interpreted(write_rows),
         "ROWS": max(1, BLOCK_VALUES // row_block(layout_constants(key, page_size))),
     }
