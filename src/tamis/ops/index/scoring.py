@@ -19,7 +19,7 @@ from tamis.ops.index.block_operations import IndexTopkAndBlocks, IndexTopkWithin
 from tamis.ops.index.operations import IndexScores, IndexTopk, RaggedScores
 from tamis.ops.index.triton_scores import E4M3, choose_score_launch, score_keys
 from tamis.ops.rows.triton_launch import TritonLaunch, can_prepare
-from tamis.ops.rows.triton_rows import has_native_e4m3, launching_on, strided_field
+from tamis.ops.rows.triton_rows import has_native_e4m3, interpreted, launching_on, strided_field
 
 PACKED = torch.bfloat16
 """The type that holds e2m1 values times their scales: bf16 has the range of float32."""
@@ -237,6 +237,7 @@ def score_launch(
         key_bytes=itemsize * dim,
         shared=shared,
         native=native,
+        on_host=interpreted(score_keys),
         sms=sms,
     )
     # The kernel decodes e4m3 from bytes, unless the product takes it as it is.

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from tamis.arithmetic import ceil_div
-from tamis.ops.rows.triton_rows import decode_e2m1, decode_e4m3, interpreted, load_wide, power_of_two
+from tamis.ops.rows.triton_rows import decode_e2m1, decode_e4m3, load_wide, power_of_two
 
 E4M3 = torch.float8_e4m3fn
 
@@ -284,6 +284,7 @@ def choose_score_launch(
     key_bytes: int,
     shared: bool,
     native: bool,
+    on_host: bool,
     sms: int,
 ) -> ScoreLaunch:
     """The launch shape for scores [tokens, width].
@@ -299,9 +300,10 @@ def choose_score_launch(
             the queries, 4 do not fit 99 KB of shared memory, and 3 do not fit the 64 KB of some AMD GPUs.
         shared: whether neighbouring tokens mostly see the same keys.
         native: whether the device converts and multiplies e4m3 in hardware.
+        on_host: whether the kernel runs in Triton's interpreter.
         sms: SMs of the device.
     """
-    compute = _compute_dtype(query, keys, native=native)
+    compute = torch.float32 if on_host else _compute_dtype(query, keys, native=native)
     exact = compute == torch.float32
     block_d = triton.next_power_of_2(max(32, dim))
     block_h = max(16, min(MAX_QUERY_BYTES // (block_d * compute.itemsize), triton.next_power_of_2(heads)))
@@ -327,15 +329,13 @@ def choose_score_launch(
         "COMPUTE": _TYPES[compute],
         "NATIVE": native,
         "STAGES": stages,
-        "INTERPRETED": interpreted(score_keys),
+        "INTERPRETED": on_host,
     }
     return ScoreLaunch(compute, block_q, steps * block_n, constants, options | {"num_stages": stages})
 
 
 def _compute_dtype(query: torch.dtype, keys: torch.dtype, *, native: bool) -> torch.dtype:
     """The type of the products' inputs: the narrowest that holds both, and e4m3 only where the device multiplies it."""
-    if interpreted(score_keys):
-        return torch.float32
     if query == keys:
         return torch.float16 if query == E4M3 and not native else query
     if E4M3 in (query, keys):
