@@ -20,6 +20,7 @@ from tools.docs import (
     install,
     layouts,
     models,
+    open_bars,
     parallelism,
     planning,
     results,
@@ -70,6 +71,7 @@ TEXTS: dict[str, Callable[[], str]] = {
     "models": models.models,
     "supported models": models.supported,
     "doors": doors.headline,
+    "open bars": open_bars.open_bars,
     "parallel decodes": parallelism.decodes,
     "parallel memory": parallelism.memory,
     "parallel prompts": parallelism.prompts,
@@ -91,7 +93,7 @@ PLACE = re.compile(r"(<!-- generated: ([\w ]+) -->\n).*?(<!-- end -->)", re.S)
 def outputs() -> dict[Path, str]:
     """Every file that is generated, wholly or partly, with its new text."""
     pictures = {ROOT / "docs" / "pictures" / f"{name}.svg": draw() for name, draw in PICTURES.items()}
-    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    pages = [ROOT / "README.md", ROOT / "benchmarks" / "NOTES.md", *sorted((ROOT / "docs").rglob("*.md"))]
     return pictures | {page: _filled(page.read_text()) for page in pages}
 
 
