@@ -104,6 +104,8 @@ def test_layers_of_other_models_are_refused() -> None:
         SparseV4(LayerSpec(4, topk=3), weights("window"), torch.zeros(9, 8))
     with pytest.raises(ValueError, match="cos_sin must be of shape"):
         SparseV4(WINDOW, weights("window"), torch.zeros(9, 6))
+    with pytest.raises(ValueError, match="index_share must be one of"):
+        SparseV4(WINDOW, weights("window"), torch.zeros(9, 8), index_share="never")
 
 
 def test_caches_by_kind_of_layer() -> None:

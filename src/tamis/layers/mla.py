@@ -82,7 +82,7 @@ class SparseMLA:
             index_share: whether ranks with the same keys divide the tokens, "always" or "auto"; see `index_topk`.
         """
         checks.instance("spec", spec, LayerSpec)
-        self.spec, self.backend, self.shard = spec, backend, shard or Shard()
+        self.spec, self.backend, self.shard = spec, backend, Shard() if shard is None else shard
         checks.instance("shard", self.shard, Shard)
         self.batch_invariant = checks.flag("batch_invariant", batch_invariant)
         most = checks.INT64_MAX
@@ -94,7 +94,7 @@ class SparseMLA:
         if own is not None and self._pooled is not None:
             remedy = "the tokens of a group would be on several ranks"
             raise checks.refuse("shard", "of one rank for a layer with pooled index keys", own, remedy)
-        self._over = None if index_group is None else ranks_of_layer(index_group, own, index_share)
+        self._over = ranks_of_layer(index_group, own, index_share)
         self._kind = number_of(spec, backend, self._shard, batch_invariant, index_workspace_bytes, self._over is None)
 
     @needs_latest_plan

@@ -85,7 +85,7 @@ class SparseV4:
         self._checks = V4Checks(spec, weights, cos_sin, eps, backend)
         self.spec, self.weights, self.cos_sin, self.eps = spec, weights, cos_sin, float(eps)
         self.backend, self.batch_invariant = backend, checks.flag("batch_invariant", batch_invariant)
-        over = None if index_group is None else ranks_of_layer(index_group, None, index_share)
+        over = ranks_of_layer(index_group, None, index_share)
         self._over = None if weights.indexer is None else over
 
     @needs_latest_plan

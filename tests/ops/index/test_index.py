@@ -386,6 +386,7 @@ def test_bad_input_is_refused_with_a_remedy(fields, kind, message) -> None:
     [
         ({"q": torch.randn(2, 4, 9)}, ValueError, "q must be of shape .*as wide as the keys"),
         ({"keys": torch.randn(3, 8, 1)}, ValueError, "keys must be of shape"),
+        ({"keys": torch.zeros(3, 4, dtype=torch.uint8)}, ValueError, "keys must be of shape .* multiple of 32, got"),
         ({"key_scales": torch.ones(2)}, ValueError, "key_scales .* one per key"),
         ({"starts": ints([0])}, ValueError, "starts .* one per query token"),
         ({"ends": torch.tensor([0, 1])}, TypeError, "ends must be int32"),

@@ -13,6 +13,7 @@ from remembered import Pretended, indexing
 from selecting import select
 from torch import Tensor
 
+from tamis import LayerSpec, SparseMLA
 from tamis.cache.shard import Shard
 from tamis.ops import index_topk, topk_positions
 from tamis.ops.index import break_even, merge, operations, prepared, ranks, reference, sharing, triton_kernels
@@ -226,6 +227,33 @@ def test_wrong_groups_and_options_are_refused(one: Any, monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     with pytest.raises(ValueError, match="group must be None while torch"):
         OverRanks(one, None, "auto").check(CPU)
+
+
+def test_a_layer_names_its_own_arguments(one: Any) -> None:
+    """Also without a group, so that a wrong option is not found only on the machine with several GPUs."""
+    spec = LayerSpec(4, topk=8, index_heads=2, index_dim=32)
+    with pytest.raises(TypeError, match=r"^index_group must be a ProcessGroup, got str"):
+        SparseMLA(spec, index_group="world")  # type: ignore[arg-type]
+    for group in (None, one):
+        with pytest.raises(ValueError, match=r"^index_share must be one of 'auto', 'always', got 'never'"):
+            SparseMLA(spec, index_group=group, index_share="never")
+    for shard in (0, ()):
+        with pytest.raises(TypeError, match=r"^shard must be a Shard, got"):
+            SparseMLA(spec, shard=shard)  # type: ignore[arg-type]
+
+
+def test_equal_calls_agree_whatever_they_are_named(one: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names of layouts are free: they may be longer than a message, or have its separator in them."""
+    sizes = (("cache", "a; b"), ("layout", "x" * 2000), ("k", 3))
+    Ranks(one).agree(sizes)
+    other = (*sizes[:2], ("k", 4))
+    found, told = Ranks(one), []
+    gather = found.gather
+    monkeypatch.setattr(found, "gather", lambda mine: told.append(mine) or gather(mine))
+    found.agree(other)
+    monkeypatch.setattr(found, "gather", lambda mine: torch.stack([told[0]]))
+    with pytest.raises(ValueError, match="a call over ranks must be the same on all"):
+        found.agree(sizes)
 
 
 def test_a_group_must_carry_the_tensors(one: Any) -> None:

@@ -22,6 +22,7 @@ from tamis.cache.paged import PagedCache
 from tamis.cache.shard import Shard
 from tamis.model.recipe import IndexRecipe
 from tamis.ops.index import operations
+from tamis.ops.index.break_even import SHARES
 from tamis.ops.index.operations import IndexScores, IndexTopk, RaggedScores, TopkPositions
 from tamis.ops.index.prepared import KNOWN, Given, PreparedTopk, new_positions, sign_topk
 
@@ -152,6 +153,9 @@ def check_ragged_scores(call: RaggedScores) -> None:
     sizes = checks.tensor("q", q, "T H D", QUERY_DTYPES, D=width, remedy="it is as wide as the keys")
     checks.tensor("weights", weights, "T H", checks.FLOATS, T=sizes["T"], H=sizes["H"])
     if packed:
+        if total["D"] % 16:
+            remedy = "pass 16 bytes per 32 values, as gather_index gives them"
+            raise checks.refuse("keys", "of shape [N, D / 2] with D a multiple of 32", list(keys.shape), remedy)
         groups = index_mxfp4(dim=width).scales
         assert groups is not None
         remedy = "pass one byte per 32 values, as gather_index gives them"
@@ -301,11 +305,15 @@ def _select_over_ranks(over: "OverRanks", given: Given, out: Tensor | None, back
     return call.out
 
 
-def ranks_of_layer(group: "ProcessGroup", shard: Shard | None, share: str) -> "OverRanks | None":
-    """The ranks with which a layer selects; None if there is no other. Options are checked now."""
-    from tamis.ops.index.over_ranks import OverRanks
+def ranks_of_layer(group: "ProcessGroup | None", shard: Shard | None, share: str) -> "OverRanks | None":
+    """The ranks with which a layer selects; None if there is no other. Options are checked now, and errors have the
+    names of a layer's arguments: `index_group` and `index_share`."""
+    if group is None:
+        checks.option("index_share", share, SHARES)
+        return None
+    from tamis.ops.index.over_ranks import OverRanks  # which programs on one GPU need not load
 
-    return OverRanks.checked(group, shard, share)
+    return OverRanks.checked(group, shard, share, "index_")
 
 
 def check_index_topk(call: IndexTopk, sizes: Mapping[str, int] | None = None, **names: str) -> None:

@@ -47,6 +47,8 @@ HOST = Costs(
     link=1e9,
     memory=5e9,
 )
+SHARES = ("auto", "always")
+"""What callers may say about it: "auto" follows the rule, "always" shares whatever it says."""
 HEADS = 64
 """The heads that `Costs.product` is for."""
 

@@ -11,7 +11,7 @@ from tamis import checks
 from tamis.cache.shard import Shard
 from tamis.ops import memory
 from tamis.ops.index import merge, sharing
-from tamis.ops.index.break_even import sharing_pays
+from tamis.ops.index.break_even import SHARES, sharing_pays
 from tamis.ops.index.operations import IndexTopk
 from tamis.ops.index.prepared import run_remembered
 from tamis.ops.index.ranks import Ranks, Sizes
@@ -20,7 +20,6 @@ from tamis.ops.library import implementation
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-SHARES = ("auto", "always")
 _CHECKED: memory.Memory[list[memory.Apart]] = memory.Memory()
 """Calls that passed all checks, with what their outputs must be separate from if they are given."""
 
@@ -28,15 +27,17 @@ _CHECKED: memory.Memory[list[memory.Apart]] = memory.Memory()
 class OverRanks:
     """How the ranks of a group select together."""
 
-    def __init__(self, group: "ProcessGroup", shard: Shard | None, share: str) -> None:
+    def __init__(self, group: "ProcessGroup", shard: Shard | None, share: str, prefix: str = "") -> None:
         """Take part in a group. What `shard` and `share` are is checked later, so that other ranks learn of an error.
 
         Args:
             group: the ranks.
             shard: the part of each request's keys that this rank holds; None if all ranks hold the same keys.
             share: "auto" or "always", as in `index_topk`.
+            prefix: what the caller's arguments `group` and `share` begin with, for errors.
         """
-        self.group, self.ranks, self.shard, self.share = group, Ranks.of(group), shard, share
+        self.group, self.ranks, self.shard, self.share = group, Ranks.of(group, f"{prefix}group"), shard, share
+        self._prefix = prefix
 
     @classmethod
     def of(cls, group: "ProcessGroup | None", shard: Shard | None, share: str) -> Self | None:
@@ -50,9 +51,9 @@ class OverRanks:
         return found if found.ranks.size > 1 else cls.checked(group, shard, share)
 
     @classmethod
-    def checked(cls, group: "ProcessGroup", shard: Shard | None, share: str) -> Self | None:
-        """The ranks of a layer, whose options are checked now; None if there is no other rank."""
-        found = cls(group, shard, share)
+    def checked(cls, group: "ProcessGroup", shard: Shard | None, share: str, prefix: str = "") -> Self | None:
+        """The ranks of a call or a layer whose options are checked now; None if there is no other rank."""
+        found = cls(group, shard, share, prefix)
         found.check(None)
         return found if found.ranks.size > 1 else None
 
@@ -60,8 +61,9 @@ class OverRanks:
         """Refuse options that do not fit the group, and a device whose tensors it does not carry."""
         ranks, shard = self.ranks, self.shard
         if torch.compiler.is_compiling():
-            raise checks.refuse("group", "None while torch.compile traces", "a group", "call outside of compiled code")
-        checks.option("share", self.share, SHARES)
+            remedy = "call outside of compiled code"
+            raise checks.refuse(f"{self._prefix}group", "None while torch.compile traces", "a group", remedy)
+        checks.option(f"{self._prefix}share", self.share, SHARES)
         if shard is not None:
             checks.instance("shard", shard, Shard)
             if (shard.ranks, shard.rank) != (ranks.size, ranks.rank):

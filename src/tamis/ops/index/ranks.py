@@ -6,6 +6,7 @@ On the host every call exchanges messages. On a device that would wait for the d
 group has not yet agreed on do so, and none while a CUDA graph is captured.
 """
 
+from hashlib import blake2b
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, TypeAlias
 from weakref import WeakKeyDictionary, ref
@@ -23,7 +24,8 @@ Sizes: TypeAlias = tuple[tuple[str, object], ...]
 """What must be the same on all ranks, by name."""
 
 MESSAGE_BYTES = 1024
-"""Bytes of a rank's message: a byte for failure, then text in UTF-8, filled up with zeros."""
+"""Bytes of a rank's message: a byte for failure, a digest of a text, then the text in UTF-8, filled up with zeros."""
+DIGEST_BYTES = 16
 _SEPARATOR = "; "
 MOST_AGREED = 1024
 """Sizes of calls that a group remembers. All ranks forget them together, since they agreed on the same ones."""
@@ -32,21 +34,21 @@ MOST_AGREED = 1024
 class Ranks:
     """The ranks of a process group, seen from one of them."""
 
-    def __init__(self, group: "ProcessGroup") -> None:
-        """Take part in a group."""
-        checks.instance("group", group, dist.ProcessGroup, "pass a group of torch.distributed that this rank is in")
+    def __init__(self, group: "ProcessGroup", name: str = "group") -> None:
+        """Take part in a group. `name`: what the caller's argument is called, for errors."""
+        checks.instance(name, group, dist.ProcessGroup, "pass a group of torch.distributed that this rank is in")
         # Whoever made the group decides how long it lives.
         self._group, self.size, self.rank = ref(group), group.size(), group.rank()
         self._carried = dist.get_backend_config(group)
         self._agreed: set[Sizes] = set()
 
     @staticmethod
-    def of(group: "ProcessGroup") -> "Ranks":
+    def of(group: "ProcessGroup", name: str = "group") -> "Ranks":
         """The ranks of a group, with what they have agreed on."""
         try:
             return _KNOWN[group]
         except (KeyError, TypeError):
-            found = Ranks(group)
+            found = Ranks(group, name)
             _KNOWN[group] = found
             return found
 
@@ -77,21 +79,25 @@ class Ranks:
         if failure is not None and is_capturing(None):
             raise failure
         told = f"{type(failure).__name__}: {failure}" if failure is not None else _SEPARATOR.join(_named(sizes))
-        # A text that is too long is cut, perhaps within a character.
-        message = (bytes([failure is not None]) + told.encode())[:MESSAGE_BYTES].ljust(MESSAGE_BYTES, b"\0")
+        # A text that is too long is cut, perhaps within a character. So digests are compared, and texts explain.
+        start = 1 + DIGEST_BYTES
+        digest = blake2b(told.encode(), digest_size=DIGEST_BYTES).digest()
+        message = (bytes([failure is not None]) + digest + told.encode())[:MESSAGE_BYTES].ljust(MESSAGE_BYTES, b"\0")
         # Whatever the arguments are, all ranks send from the same kind of memory, from the host's if the group can.
         device = torch.device("cpu") if "cpu:" in self._carried else torch.device("cuda", torch.cuda.current_device())
         every = self.gather(torch.tensor(list(message), dtype=torch.uint8, device=device)).cpu()
         if failure is not None:
             raise failure
-        texts = [bytes(one[1:].tolist()).rstrip(b"\0").decode(errors="replace") for one in every]
+        messages = [bytes(one.tolist()) for one in every]
+        texts = [one[start:].rstrip(b"\0").decode(errors="replace") for one in messages]
         for rank in every[:, 0].nonzero().flatten().tolist():
             raise RuntimeError(f"rank {rank} of {self.size} failed, so that no rank has a result: {texts[rank]}")
         for rank, text in enumerate(texts):
-            for own, other in zip_longest(_named(sizes), text.split(_SEPARATOR), fillvalue="nothing"):
-                if own != other:
-                    remedy = f"rank {self.rank} must call as rank {rank} does"
-                    raise checks.refuse("a call over ranks", f"the same on all, with {other}", own, remedy)
+            if messages[rank][1:start] != digest:
+                pairs = zip_longest(told.split(_SEPARATOR), text.split(_SEPARATOR), fillvalue="nothing")
+                own, other = next((pair for pair in pairs if pair[0] != pair[1]), (told, text))
+                remedy = f"rank {self.rank} must call as rank {rank} does"
+                raise checks.refuse("a call over ranks", f"the same on all, with {other}", own, remedy)
         assert sizes is not None
         if len(self._agreed) >= MOST_AGREED:
             self._agreed.clear()
