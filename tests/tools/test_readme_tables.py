@@ -7,7 +7,7 @@ from statistics import median
 from xml.etree import ElementTree
 
 from tamis.lab.offline.triton import TARGETS
-from tools.docs import badges, engines, hardware, models, speed
+from tools.docs import badges, engines, hardware, models, results, slower, speed
 from tools.docs.results import RESULTS
 
 
@@ -83,6 +83,38 @@ def test_prompts_show_every_head_count_and_losses_in_bold() -> None:
         for cell in line[1:]:
             value = cell.strip("*")
             assert value == "-" or (float(value) < 1) == cell.startswith("**"), line
+
+
+def test_a_loss_is_the_newest_run_of_the_default_backend_against_its_fastest_peer() -> None:
+    def row(backend: str, time: str, peer: str, ratio: str, stage: str = "attend") -> dict[str, str]:
+        call = {"stage": stage, "shape": "128q1s16k", "heads": "64", "topk": "2048", "window": "0"}
+        return call | {
+            "layout": "v32-fp8",
+            "backend": backend,
+            "time": time,
+            "commit": time[:1],
+            "peer": peer,
+            "ratio": ratio,
+        }
+
+    portable = row("triton", "9a", "flashmla-sgl", "0.5")
+    older = row("hopper", "1a", "flashmla-sgl", "0.8")
+    slower_build, fastest = row("hopper", "2a", "flashmla-vllm", "1.3"), row("hopper", "2b", "flashmla-sgl", "0.97")
+    alone = row("hopper", "2c", "", "")
+    assert slower.losses([portable, older, fastest, slower_build, alone]) == [fastest]
+    assert slower.losses([portable, older, row("hopper", "3a", "flashmla-sgl", "1.0")]) == []
+    assert slower.losses([portable]) == [portable]
+
+
+def test_every_loss_is_in_the_table_with_its_baseline() -> None:
+    table = lines(slower.slower())
+    shown = sum(len(shapes.split(", ")) for _, shapes, *_ in table)
+    every = slower.losses(row for name in results.names() for row in results.read(name))
+    assert shown == len(every) > 0
+    assert ["scores and top-k in one call", "DeepGEMM + vLLM"] in [
+        [what.split(",")[0], peer] for what, _, peer, _ in table
+    ]
+    assert all(float(ratio) < 1 for *_, span in table for ratio in span.split(" to "))
 
 
 def test_badges_say_what_the_package_says() -> None:

@@ -25,6 +25,7 @@ from tools.docs import (
     planning,
     results,
     selecting,
+    slower,
     speed,
     tour,
     train_times,
@@ -80,6 +81,7 @@ TEXTS: dict[str, Callable[[], str]] = {
         text for text in (doors.everything(), results.everything(), train_times.everything()) if text
     ),
     "selecting": selecting.costs,
+    "slower": slower.slower,
     "tested versions": install.tested,
     "tour": tour.page,
     "train demo": training.measures,

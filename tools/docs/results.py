@@ -48,9 +48,13 @@ default backend's is shown; of these the newest; and of its peers the fastest.""
 
 
 def everything() -> str:
-    """The results of every file written by `tamis bench`, each under a heading; other files have other columns."""
-    names = sorted(path.stem for path in RESULTS.glob("h200_*.csv") if path.stem not in ("h200_door", "h200_train"))
-    return "\n\n".join(f"## {_heading(name.removeprefix('h200_'))}\n\n{suite(name)}" for name in names)
+    """The results of each file of `names()` under a heading; other files have other columns."""
+    return "\n\n".join(f"## {_heading(name.removeprefix('h200_'))}\n\n{suite(name)}" for name in names())
+
+
+def names() -> list[str]:
+    """The files written by `tamis bench`."""
+    return sorted(path.stem for path in RESULTS.glob("h200_*.csv") if path.stem not in ("h200_door", "h200_train"))
 
 
 def _heading(name: str) -> str:
