@@ -61,7 +61,27 @@ def test_which_layers_share_top_k() -> None:
     assert own == [0, 1, 5, 9]
     pattern = {**V32, "index_topk_pattern": "FSSF"}
     assert [LayerSpec.from_hf(pattern, layer).reuse_topk for layer in range(5)] == [False, True, True, False, False]
+    words = {**V32, "index_topk_pattern": ["full", "shared"]}
+    assert [LayerSpec.from_hf(words, layer).reuse_topk for layer in range(3)] == [False, True, False]
+    with pytest.raises(ValueError, match=r"index_topk_pattern\[1\] must be one of 'F', 'S', 'full', 'shared', got 's'"):
+        LayerSpec.from_hf({**V32, "index_topk_pattern": "Fs"}, 1)
     assert not LayerSpec.from_hf({**every_fourth, "num_hidden_layers": 3}, 3).reuse_topk  # a speculative layer
+
+
+def test_glm_5_3_flash_without_a_rope() -> None:
+    """Settings of a rope that it does not have change nothing, and its own defaults hold where the config is silent."""
+    text = {**V32, "qk_rope_head_dim": 0, "num_hidden_layers": 8}
+    for config in (
+        {**text, "model_type": "glm5_next_text"},
+        {"text_config": text, "model_type": "glm5_next"},
+    ):
+        spec = LayerSpec.from_hf(config, 7)
+        assert (spec.scale, spec.kpool, spec.rope_dim) == (128**-0.5, 16, 0)
+        for layer in (0, 4, 6):
+            with pytest.raises(ValueError, match=rf"layer_types\[{layer}\] must be a layer with a latent cache"):
+                LayerSpec.from_hf(config, layer)
+        assert LayerSpec.from_hf(config, 8).kpool == 16  # a speculative layer
+    assert LayerSpec.from_hf({**text, "index_kpool": 4}, 0).kpool == 4
 
 
 def test_layers_of_mistral_large_4() -> None:

@@ -5,12 +5,19 @@ from typing import Any
 
 from tamis import checks
 
+GLM5_NEXT, HY4, MISTRAL_LARGE4 = "glm5_next_text", "hy_v4", "mistral_large4_text"
+"""Types of models whose settings have defaults of their own."""
+
 
 def fields_of(config: Any) -> Mapping[str, Any]:
     """The settings of a config object or dictionary; those of its language model if the config has others besides."""
     if isinstance(config, Mapping):
         text = config.get("text_config")
-        return text if isinstance(text, Mapping) and "index_topk" not in config else config
+        if not isinstance(text, Mapping) or "index_topk" in config:
+            return config
+        # The type of the part decides its defaults, and follows from the whole's where it is left out.
+        whole_type = config.get("model_type")
+        return text if "model_type" in text or whole_type is None else {"model_type": f"{whole_type}_text", **text}
     to_dict = getattr(config, "to_dict", None)
     found = to_dict() if callable(to_dict) and not isinstance(config, type) else None
     if not isinstance(found, Mapping):
@@ -62,9 +69,12 @@ def listed(fields: Mapping[str, Any], name: str) -> Sequence[Any] | None:
 
 
 def is_linear(fields: Mapping[str, Any], layer: int) -> bool:
-    """Whether a layer has linear attention, which keeps a state and no rows (KDA in GLM-5.3-Flash)."""
-    names = listed(fields, "layer_types") or ()
-    return layer < len(names) and names[layer] == "linear_attention"
+    """Whether a layer has linear attention, which keeps a state and no rows (KDA): in GLM-5.3-Flash three of four
+    layers if the config does not list them."""
+    names = listed(fields, "layer_types")
+    if names is None and fields.get("model_type") == GLM5_NEXT:
+        return layer < whole(fields, "num_hidden_layers", low=0, default=layer + 1) and layer % 4 != 3
+    return names is not None and layer < len(names) and names[layer] == "linear_attention"
 
 
 def rope_width(fields: Mapping[str, Any]) -> int:
@@ -80,6 +90,6 @@ def has_rope(fields: Mapping[str, Any], layer: int) -> bool:
         return (
             layer >= len(flags) or checks.integer(f"config.no_rope_layers[{layer}]", flags[layer], low=0, high=1) == 1
         )
-    usual = 4 if fields.get("model_type") == "mistral_large4_text" else 0
+    usual = 4 if fields.get("model_type") == MISTRAL_LARGE4 else 0
     interval = whole(fields, "no_rope_layer_interval", low=0, default=usual)
     return interval == 0 or (layer + 1) % interval != 0

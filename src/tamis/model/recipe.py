@@ -61,10 +61,10 @@ class IndexRecipe:
             rope = hf_config.whole(fields, "qk_rope_head_dim", low=0, default=0)
             pairs = fields.get("indexer_rope_interleave")
             kind = str(fields.get("model_type"))
-            usual = kind in ("glm_moe_dsa", "mistral_large4_text")
+            usual = kind in ("glm_moe_dsa", hf_config.MISTRAL_LARGE4)
             interleaved = usual if pairs is None else checks.flag("config.indexer_rope_interleave", pairs)
             rope = rope if hf_config.has_rope(fields, checks.integer("layer", layer, low=0)) else 0
-            return cls(rope, interleaved=interleaved, rope_first=kind != "hy_v4", hadamard=hadamard)
+            return cls(rope, interleaved=interleaved, rope_first=kind != hf_config.HY4, hadamard=hadamard)
         if fields.get("head_dim") is None:
             raise checks.refuse("config", "one with 'kv_lora_rank' or 'head_dim'", "none", "this model has no indexer")
         return cls.of_v4(hf_config.rope_width(fields), hadamard=hadamard)

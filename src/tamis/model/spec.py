@@ -155,12 +155,13 @@ class LayerSpec:
             latent,
             rope if hf_config.has_rope(fields, layer) else 0,
             latent,
-            Rope.from_hf(fields, rope).softmax_scale(query),
+            # Without a rope, settings of one have no say in the scale either.
+            Rope.from_hf(fields, rope).softmax_scale(query) if rope else query**-0.5,
             topk=hf_config.whole(fields, "index_topk"),
             index_heads=hf_config.whole(fields, "index_n_heads", low=0, default=0),
             index_dim=hf_config.whole(fields, "index_head_dim", low=0, default=0),
             reuse_topk=_reuses_topk(fields, layer),
-            sink=fields.get("model_type") == "hy_v4",
+            sink=fields.get("model_type") == hf_config.HY4,
             reuse_rows=_reuses_rows(fields, layer),
             kpool=_kpool(fields, layer),
         )
@@ -219,7 +220,7 @@ def _kpool(fields: Mapping[str, Any], layer: int) -> int:
     if hf_config.is_linear(fields, layer):
         remedy = "its state is the model's own; ask for a layer of indexed attention"
         raise checks.refuse(f"config.layer_types[{layer}]", "a layer with a latent cache", "'linear_attention'", remedy)
-    kpool = hf_config.whole(fields, "index_kpool", default=1)
+    kpool = hf_config.whole(fields, "index_kpool", default=16 if fields.get("model_type") == hf_config.GLM5_NEXT else 1)
     tail = fields.get("index_kpool_always_select_tail")
     if kpool > 1 and tail is not None and not checks.flag("config.index_kpool_always_select_tail", tail):
         remedy = "without the tail, a token before the first whole group would attend to nothing"
@@ -228,10 +229,12 @@ def _kpool(fields: Mapping[str, Any], layer: int) -> int:
 
 
 _KINDS = ("full", "shared")
+_PATTERN = ("F", "S", *_KINDS)
 
 
 def _reuses_topk(fields: Mapping[str, Any], layer: int) -> bool:
-    """Whether a layer attends to an earlier layer's selection. A list or pattern overrides the frequency rule."""
+    """Whether a layer attends to an earlier layer's selection. A list or pattern overrides the frequency rule, by which
+    every layer selects unless the config says more; in Hy4, every fourth."""
     if layer >= hf_config.whole(fields, "num_hidden_layers", low=0, default=layer + 1):
         return False  # speculative (MTP) layers always own an indexer
     kinds = hf_config.listed(fields, "indexer_types")
@@ -239,8 +242,11 @@ def _reuses_topk(fields: Mapping[str, Any], layer: int) -> bool:
         return layer < len(kinds) and checks.option(f"config.indexer_types[{layer}]", kinds[layer], _KINDS) == "shared"
     pattern = hf_config.listed(fields, "index_topk_pattern")
     if pattern:
-        return layer < len(pattern) and str(pattern[layer]) == "S"
-    frequency = hf_config.whole(fields, "index_topk_freq", low=0, default=1) or 1
+        if layer >= len(pattern):
+            return False
+        return checks.option(f"config.index_topk_pattern[{layer}]", pattern[layer], _PATTERN) in ("S", "shared")
+    usual = 4 if fields.get("model_type") == hf_config.HY4 else 1
+    frequency = hf_config.whole(fields, "index_topk_freq", low=0, default=usual) or 1
     offset = hf_config.whole(fields, "index_skip_topk_offset", low=0, default=2)
     return max(layer - offset + 1, 0) % frequency != 0
 

@@ -190,6 +190,15 @@ def test_a_pool_of_one_token_is_no_pool() -> None:
     assert relative_error(logits(model, ids), expected) < 0.1
 
 
+def test_settings_of_a_rope_that_it_does_not_have_change_nothing() -> None:
+    """YaRN would scale the softmax of other models of the family."""
+    yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 40.0, "original_max_position_embeddings": 64}
+    model, ids = build("glm5-next", rope_parameters=yarn | {"mscale": 1.0, "mscale_all_dim": 1.0}), tokens(1, 90)
+    expected = logits(model, ids)
+    attach(model, cache="fp32")
+    assert relative_error(logits(model, ids), expected) < 1e-5
+
+
 def test_the_published_sizes() -> None:
     """As the checkpoint and the wrapper's config have them."""
     text = GLM5_NEXT | {"num_attention_heads": 64, "kv_lora_rank": 512, "qk_nope_head_dim": 256, "index_topk": 2048}

@@ -22,6 +22,7 @@ from tamis.integrations.hf.forward import language_model
 from tamis.integrations.hf.layers import v32_forward
 from tamis.integrations.transformers import attach, detach, new_cache
 from tamis.lab.inspection import describe_layers, inspect_model
+from tamis.model.hf_config import is_linear
 from tamis.model.known import KNOWN
 
 # What transformers itself computes follows the default device, and an autocast or shorter products as they should.
@@ -115,6 +116,44 @@ def test_known_sizes_are_the_defaults_of_transformers(name: str, kind: str) -> N
     )
     for layer in range(config.num_hidden_layers):
         assert LayerSpec.from_hf(known, layer) == LayerSpec.from_hf(config, layer)
+
+
+LETTERS = {"index_topk_pattern": "FFSSFSSS"}
+WORDS = {"index_topk_pattern": ["full", "full", "shared", "shared", "full", "shared", "shared", "shared"]}
+FREQUENCY = {"index_topk_freq": 4, "index_skip_topk_offset": 3}
+SHARED_ROWS = {"no_rope_layer_interval": 2, "kv_source_layers": [0, 1, 0, 1, 4, 5, 6, 7]}
+KINDS = {"layer_types": ["full_attention", "linear_attention"] * 4, "index_kpool": 8}
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("GlmMoeDsa", ({}, LETTERS, WORDS, FREQUENCY)),
+        ("HYV4", ({},)),
+        ("MistralLarge4Text", ({}, LETTERS, WORDS, FREQUENCY, SHARED_ROWS)),
+        ("Glm5NextText", ({}, LETTERS, WORDS, FREQUENCY, KINDS)),
+    ],
+)
+def test_files_that_leave_settings_out_mean_what_transformers_reads(
+    kind: str, changes: tuple[dict[str, Any], ...]
+) -> None:
+    """`tamis size` reads config.json by itself: what a layer is must not depend on who fills in the defaults."""
+    rope = 0 if kind == "Glm5NextText" else 8
+    sizes = {"num_hidden_layers": 8, "num_attention_heads": 4, "kv_lora_rank": 32, "qk_nope_head_dim": 16}
+    for change in changes:
+        given = sizes | {"qk_rope_head_dim": rope, "index_topk": 32, **change}
+        config = getattr(transformers, f"{kind}Config")(num_key_value_heads=4, **given)
+        named = given | {"model_type": config.model_type, "index_n_heads": 4, "index_head_dim": 32}
+        for layer in range(8):
+            linear = config.layer_types[layer] == "linear_attention"
+            assert is_linear(named, layer) == linear
+            if linear:
+                continue
+            spec = LayerSpec.from_hf(named, layer)
+            assert spec.reuse_topk == (config.indexer_types[layer] == "shared")
+            assert spec.kpool == getattr(config, "index_kpool", 1)
+            assert spec.reuse_rows == (getattr(config, "kv_source_layers", range(8))[layer] != layer)
+            assert spec.rope_dim == rope * getattr(config, "no_rope_layers", [1] * 8)[layer]
 
 
 def test_the_class_in_the_documents_is_all_of_ax_k2(monkeypatch: pytest.MonkeyPatch) -> None:
