@@ -52,6 +52,17 @@ def test_the_set_of_topk_positions(dtype: torch.dtype, workspace: int) -> None:
     assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("workspace", [1, 1000, 256 << 20])
+def test_tokens_that_see_nothing_have_bounds_of_any_kind(workspace: int) -> None:
+    """Padding is often given as an end at the token itself, or before its start."""
+    starts = torch.tensor([0, 9, 2, 9, 30, 4, -3], dtype=torch.int32)
+    ends = torch.tensor([2, 9, 5, 3, 30, 6, -5], dtype=torch.int32)
+    q, keys, weights = (x.detach() for x in index_inputs(7, 9, dtype=torch.float32))
+    found = select_rows(q, keys, weights, starts, ends, 3, workspace_bytes=workspace)
+    seen = [[0, 1, -1], [-1] * 3, [2, 3, 4], [-1] * 3, [-1] * 3, [4, 5, -1], [-1] * 3]
+    assert found.tolist() == seen
+
+
 SERVED = {"bf16": None, "index-fp8": index_fp8, "index-mxfp4": index_mxfp4}
 
 

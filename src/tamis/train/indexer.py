@@ -60,12 +60,14 @@ def select_rows(
         raise checks.refuse("ends", f"on {starts.device} like starts", ends.device, "keep both on one device")
     q, keys, factors, key_scales = _encoded(index_q, index_keys, weights, layout)
     result = torch.empty(tokens, k, dtype=torch.int32, device=q.device)
-    low, high = starts.clamp(0, total), ends.clamp(0, total)
+    low = starts.clamp(0, total)
+    # A token that sees nothing may have its bounds anywhere, also past the keys that the tokens beside it see.
+    high = torch.maximum(low, ends.clamp(0, total))
     for some, first, last in _chunks(low, high, total, workspace_bytes):
-        begin, end = ((bound[some] - first).to(q.device) for bound in (low, high))
+        begin, end = ((bound[some] - first).clamp(0, last - first).to(q.device) for bound in (low, high))
         scales = None if key_scales is None else key_scales[first:last]
         scores = ragged_scores(q[some], factors[some], keys[first:last], scales, begin, end, backend=backend)
-        chosen = topk_positions(scores, end.clamp_min(0), k, backend=backend)
+        chosen = topk_positions(scores, end, k, backend=backend)
         result[some] = torch.where(chosen >= 0, chosen + first, -1)
     return result
 
