@@ -27,6 +27,9 @@ class Shard:
         if self.ranks == 1:
             return lengths
         length, run = lengths.clamp_min(0), self.interleave * self.ranks
+        if run > checks.INT32_MAX:
+            # No request is that long, so each rank has at most one run.
+            return (length.long() - self.rank * self.interleave).clamp_(0, self.interleave).int()
         whole = length // run
         return (length - whole * run - self.rank * self.interleave).clamp_(0, self.interleave) + whole * self.interleave
 

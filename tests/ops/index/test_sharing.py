@@ -112,7 +112,10 @@ def test_a_part_is_a_part_of_its_batch(rank: int, monkeypatch: pytest.MonkeyPatc
 # --- keys -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shard", [Shard(1, 0, 5), Shard(2, 1, 1), Shard(3, 0, 4), Shard(4, 3, 16)])
+LONG_RUNS = [Shard(2, 0, 2**30), Shard(2, 1, 2**30), Shard(2**20, 1, 2**20)]  # longer than int32 counts
+
+
+@pytest.mark.parametrize("shard", [Shard(1, 0, 5), Shard(2, 1, 1), Shard(3, 0, 4), Shard(4, 3, 16), *LONG_RUNS])
 def test_a_shard_counts_and_names_its_positions(shard: Shard) -> None:
     for length in (-2, 0, 1, 5, 16, 63, 64, 65, 200):
         own = [p for p in range(max(length, 0)) if p // shard.interleave % shard.ranks == shard.rank]
