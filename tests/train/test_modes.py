@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from training import normal, relative
 
 from tamis import IndexRecipe
@@ -115,3 +116,38 @@ def test_autocast_widens_what_is_computed_in_float32() -> None:
         compress_rows(keys, keys.bfloat16(), bias, entries)
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(TypeError, match="values must be bfloat16 or"):
         compress_rows(keys.long(), keys, bias, entries)
+
+
+def test_forward_mode_is_refused() -> None:
+    """Torch drops the tangents of an op that records no gradient, so the derivative would be zero without an error."""
+    given = Given()
+    pack, spans, slots, target, _ = given.constants()
+    q, rows, sink, *rest = (x.detach() for x in (given.q, given.rows, given.sink, given.bias, *given.index))
+    bias, *index = rest
+
+    def attention(*x: Tensor) -> Tensor:
+        return attend_rows(x[0], Rows(x[1], slots), scale=0.3, value_dim=8, sink=x[2]).out
+
+    def dense(*x: Tensor) -> Tensor:
+        return warmup_loss(q, rows, None, *x, pack.starts, pack.ends, scale=0.3)
+
+    functions = {
+        "attend_rows": (attention, {"q": q, r"selections\[0\].rows": rows, "sink": sink}),
+        "compress_rows": (lambda *x: compress_rows(*x, spans), {"values": rows, "scores": rows, "bias": bias}),
+        "fake_quantise": (lambda x: fake_quantise(x, "index-fp8"), {"x": rows}),
+        "index_loss": (
+            lambda *x: index_loss(*x, slots, target),
+            dict(zip(("index_q", "index_keys", "weights"), index, strict=True)),
+        ),
+        "warmup_loss": (dense, dict(zip(("index_q", "index_keys", "weights"), index, strict=True))),
+    }
+    with forward_ad.dual_level():
+        for function, (run, arguments) in functions.items():
+            for number, name in enumerate(arguments):
+                values = list(arguments.values())
+                values[number] = forward_ad.make_dual(values[number], torch.ones_like(values[number]))
+                with pytest.raises(ValueError, match=f"{name} must be without a tangent.*{function} has a backward"):
+                    run(*values)
+        # A target is a constant, whose derivative is zero.
+        dual = forward_ad.make_dual(q, torch.ones_like(q))
+        assert (index_target(dual, Rows(rows, slots), torch.zeros(6, 2), scale=0.3) > 0).any()

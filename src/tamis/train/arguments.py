@@ -4,6 +4,7 @@ from typing import overload
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from tamis import checks
 
@@ -59,6 +60,17 @@ def deterministic_mode(given: bool | None) -> bool:
 def recorded(*tensors: Tensor | None) -> bool:
     """Whether a gradient of any of these will be asked for."""
     return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
+def refuse_tangents(function: str, **tensors: Tensor | None) -> None:
+    """Refuse forward-mode differentiation. Torch would drop the tangents of a call that records no gradient: the
+    derivative would be zero without an error."""
+    if torch.compiler.is_compiling():
+        return
+    for name, tensor in tensors.items():
+        if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
+            remedy = f"{function} has a backward pass only: use torch.autograd.grad or backward()"
+            raise checks.refuse(name, "without a tangent of forward-mode differentiation", "one with it", remedy)
 
 
 @overload

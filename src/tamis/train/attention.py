@@ -11,7 +11,15 @@ from tamis.ops.attention import MAX_HEADS, row_operations
 from tamis.ops.attention.operations import accumulator
 from tamis.ops.attention.row_operations import AttendRows, IndexTarget
 from tamis.ops.combine import Attended
-from tamis.train.arguments import DTYPES, detached, deterministic_mode, in_autocast, recorded, same_dtype
+from tamis.train.arguments import (
+    DTYPES,
+    detached,
+    deterministic_mode,
+    in_autocast,
+    recorded,
+    refuse_tangents,
+    same_dtype,
+)
 
 
 def attend_rows(
@@ -53,6 +61,7 @@ def attend_rows(
     checks.integer("value_dim", value_dim, low=1, high=q.shape[2])
     checks.positive_number("scale", scale)
     sink = _checked_sink(sink, q)
+    refuse_tangents("attend_rows", q=q, sink=sink, **{f"selections[{n}].rows": found for n, found in enumerate(rows)})
     keep = recorded(q, sink, *rows)
     call = AttendRows(q, selections, scale, value_dim, sink, keep, deterministic_mode(deterministic), backend)
     row_operations.attend_rows.check(call)

@@ -11,7 +11,15 @@ from tamis.cache.layout import Layout
 from tamis.ops.attention.operations import accumulator
 from tamis.ops.index import MAX_K, WORKSPACE_BYTES, loss_operations, ragged_scores, topk_positions
 from tamis.ops.index.loss_operations import IndexLoss, WarmupLoss
-from tamis.train.arguments import DTYPES, deterministic_mode, in_autocast, recorded, same_dtype, widened_in_autocast
+from tamis.train.arguments import (
+    DTYPES,
+    deterministic_mode,
+    in_autocast,
+    recorded,
+    refuse_tangents,
+    same_dtype,
+    widened_in_autocast,
+)
 from tamis.train.quantise import layout_of_width
 
 BYTES_PER_SCORE = 40
@@ -108,6 +116,7 @@ def index_loss(
     if checks.visible(target) and not bool((target.detach() >= 0).all()):
         raise checks.refuse("target", "free of negative numbers and NaN", "others", "pass what index_target returns")
     _check_token_weights(token_weights, tokens, dtype, device)
+    refuse_tangents("index_loss", index_q=index_q, index_keys=index_keys, weights=weights)
     wanted = recorded(index_q, index_keys, weights)
     mode = deterministic_mode(deterministic)
     constants = (slots, target.detach(), None if token_weights is None else token_weights.detach())
@@ -168,6 +177,7 @@ def warmup_loss(
     _check_token_weights(token_weights, tokens, dtype, device)
     constants = (q.detach(), keys.detach(), lse, starts.to(device), ends.to(device))
     factors = None if token_weights is None else token_weights.detach()
+    refuse_tangents("warmup_loss", index_q=index_q, index_keys=index_keys, weights=weights)
     wanted = recorded(index_q, index_keys, weights)
     call = WarmupLoss(index_q, index_keys, weights, *constants, factors, scale, wanted, backend)
     loss_operations.warmup_loss.check(call)
