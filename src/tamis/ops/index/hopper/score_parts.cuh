@@ -213,7 +213,7 @@ __device__ __forceinline__ void publish_parts(const ScoreParams& params, u32 mem
         copy(first, count, buffer);
         if (thread < count) {
             const Bounds own(params, first + thread);
-            shared_store2(memory + BOUNDS + (buffer * TILE + thread) * 8, make_uint2(own.start, own.end));
+            shared_store2(memory + BOUNDS + (buffer * BOUNDED + thread) * 8, make_uint2(own.start, own.end));
         }
         fence_async_proxy();
         mbarrier_arrive(memory + QUERIES_FULL + buffer * 8);

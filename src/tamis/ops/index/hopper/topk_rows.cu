@@ -458,7 +458,7 @@ struct List {
         while (places) shared.kept[column++] = first + take_bit(places);
         __syncthreads();
         for (int begin = 0; begin < k; begin += THREADS) {
-            const int i = begin + threadIdx.x, from = i < k ? shared.kept[i] : 0;
+            const int i = begin + threadIdx.x, from = i < k ? shared.kept[i] : i;
             const u32 score = shared_load(scores + 4 * from), position = shared_load(positions + 4 * from);
             __syncthreads();  // entries move to lower places, where this round has read and later ones do not
             if (i < k) {
@@ -556,7 +556,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) topk_rows(const __gr
             ++tile;
             if (++stage == STAGES) stage = 0, parity ^= 1;
         }
-        __syncthreads();  // the list is complete
+        __syncthreads();  // the list is complete, and nobody reads tiles any more
+        if (!sampled && !resumed && list.count < k && gate != lowest) {  // the gate was too high
+            sampled = true;
+            admitted *= 4.0f;
+            tile = 0;
+            if (threadIdx.x == 0) {
+                for (int i = 0; i < min(count, STAGES); ++i) {
+                    const int at = (stage + i) % STAGES;
+                    row.copy(tiles + at * TILE_BYTES, i * TILE, full + 8 * at);
+                }
+            }
+            continue;
+        }
         // The sample's threshold is the gate: enough scores pass even if the sample has a few more of the best than its share.
         const float expected = admitted * k / (row.end - row.begin) * list.count;
         const int wanted = sampled ? static_cast<int>(expected + GATE_DEVIATIONS * sqrtf(expected)) + 1 : k;
@@ -565,23 +577,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) topk_rows(const __gr
             sampled = false;
             list.count = 0;
             gate = score_of(choice.key);
-            continue;
-        }
-        if (resumed) {
+        } else if (resumed) {
             list.keep(sums, choice.places, k);
             gate = score_of(choice.key + 1);  // later scores equal to the lowest one that was kept are behind it
-            continue;
-        }
-        if (list.count >= k || gate == lowest) break;
-        // The gate was too high. There has been a barrier since anybody read a tile.
-        sampled = true;
-        admitted *= 4.0f;
-        tile = 0;
-        if (threadIdx.x == 0) {
-            for (int i = 0; i < min(count, STAGES); ++i) {
-                const int at = (stage + i) % STAGES;
-                row.copy(tiles + at * TILE_BYTES, i * TILE, full + 8 * at);
-            }
+        } else {
+            break;
         }
     }
     u32 places = choice.places, total, column = sums.before(__popc(places), total);
