@@ -137,6 +137,7 @@ MODELS = (
         "GLM-5.3-Flash",
         (
             *attached("glm5-next"),
+            f"{RELATIVES}::test_requests_join_and_leave_a_running_batch[glm5-next]",
             "tests/layers/test_mla_pooled.py::test_continuous_batching",
             f"{TRAINING}::test_pooled_keys_train_as_the_untouched_model",
             "tests/real_vllm/test_no_rope.py::test_a_layer_of_vllm_runs_on_tamis",
@@ -155,6 +156,9 @@ MODELS = (
             "tests/ops/index/test_index_blocks.py::test_both_levels_are_exact",
             "tests/real_vllm/test_v41.py::test_vllms_layer_attends",
             "tests/real_vllm/test_v41.py::test_two_level_selection",
+            "tests/ops/write/test_v41_rows.py::test_528_bytes_by_hand",
+            "tests/ops/write/test_v41_rows.py::test_288_bytes_by_hand",
+            "tests/real_sglang/test_v41.py::test_layers_read_their_sources_entries",
         ),
         vllm=f"{VLLM[-1]}, on Hopper",
         sglang=f"{NEWEST}, on Hopper",

@@ -41,6 +41,7 @@ from tamis.integrations.hf.cache import TamisCache
 from tamis.integrations.hf.forward import Attachment, language_model, model_forward
 from tamis.integrations.hf.glm5_next import Glm5NextFamily, glm5_next_forward
 from tamis.integrations.hf.layers import CacheKind, V32Family, WrapLayer, glm_forward, v32_forward
+from tamis.integrations.hf.linear_states import linear_forward
 from tamis.integrations.hf.mla_models import AxK2Family, Hy4Family, MistralLarge4Family
 from tamis.integrations.hf.v4_layers import V4Family, v4_forward
 from tamis.layers.recording import Recording
@@ -129,8 +130,8 @@ def attach(
     if is_attached(model):
         raise checks.refuse("model", "one that is not attached yet", "an attached one", "call detach(model) first")
     base = language_model(model)
-    modules = _attention_modules(base)
-    if any("forward" in vars(module) for module in (base, *modules)):
+    modules, linear = _attention_modules(base), _linear_modules(base)
+    if any("forward" in vars(module) for module in (base, *modules, *linear)):
         remedy = "load it without device_map or other hooks"
         raise checks.refuse("model", "one with its own forward methods", "replaced forward methods", remedy)
     devices = {str(parameter.device) for parameter in model.parameters()}
@@ -152,6 +153,8 @@ def attach(
         model._prepare_cache_for_generation = MethodType(_prepare_cache, model)
     for module in modules:
         module.forward = MethodType(forward, module)
+    for module in linear:
+        module.forward = MethodType(linear_forward, module)
 
 
 def detach(model: Any) -> None:
@@ -164,7 +167,7 @@ def detach(model: Any) -> None:
         from tamis.integrations.hf import train_attach
 
         train_attach.stop(model, base._tamis.training)
-    for module in (base, *_attention_modules(base)):
+    for module in (base, *_attention_modules(base), *_linear_modules(base)):
         del module.forward
     vars(model).pop("_prepare_cache_for_generation", None)
     del base._tamis
@@ -251,7 +254,16 @@ def _names(model: Any) -> list[str]:
 
 def _attention_modules(base: Any) -> list[Any]:
     """The attention modules that tamis runs. Layers of linear attention are the model's own."""
-    return [layer.self_attn for layer in base.layers if getattr(layer, "block_type", "") != "linear_attention"]
+    return [layer.self_attn for layer in base.layers if not _is_linear(layer)]
+
+
+def _linear_modules(base: Any) -> list[Any]:
+    """The modules of linear attention, which are only told which tokens are real."""
+    return [layer.self_attn for layer in base.layers if _is_linear(layer)]
+
+
+def _is_linear(layer: Any) -> bool:
+    return getattr(layer, "block_type", "") == "linear_attention"
 
 
 def _name(model: Any) -> str:

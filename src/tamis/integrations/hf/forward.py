@@ -10,6 +10,7 @@ from torch import Tensor
 from tamis import checks
 from tamis.integrations.hf.cache import TamisCache
 from tamis.integrations.hf.layers import Family, Step
+from tamis.integrations.hf.linear_states import mask_or_tokens
 
 _RECORDED = ("output_attentions", "output_hidden_states", "output_router_logits")
 
@@ -117,11 +118,20 @@ def _chunks(attachment: Attachment, prepared: _Prepared) -> Iterator[tuple[Tenso
         inputs = {
             "input_ids": None if ids is None else ids[:, columns],
             "inputs_embeds": None if embeds is None else embeds[:, columns],
-            "attention_mask": {"indexed_attention": step, "linear_attention": new.to(prepared.device)},
+            "attention_mask": {"indexed_attention": step, "linear_attention": _linear_mask(prepared, new)},
             "position_ids": prepared.position_ids[:, columns],
             "return_dict": True,
         }
         yield new, inputs
+
+
+def _linear_mask(prepared: _Prepared, new: Tensor) -> Any:
+    """What layers of linear attention get as a mask; None if the model has none."""
+    cache = prepared.cache
+    if not cache.states:
+        return None
+    seen = torch.zeros(len(new), dtype=torch.bool, device="cpu") if cache.kept is None else cache.kept.any(1)
+    return mask_or_tokens(new, seen, prepared.device)
 
 
 def _join(outputs: list[Any], return_dict: bool) -> Any:
