@@ -14,15 +14,18 @@ and it runs long prompts in chunks. Everything else, `generate` included, is the
 A model that is attached for training computes gradients as well, and its indexers can learn.
 """
 
+import inspect
 from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager
 from types import MethodType
 from typing import TYPE_CHECKING, Any, get_args
 
 from torch import Tensor
+from torch.nn import Module
 
 from tamis import checks
 from tamis._extras import install_command, is_admitted
+from tamis.backends import refuse_broken, registered
 
 try:
     import transformers as _transformers
@@ -126,7 +129,12 @@ def attach(
     cache = ("bf16" if train else "fp8") if cache is None else cache
     checks.option("cache", cache, get_args(CacheKind))
     checks.integer("chunk_tokens", chunk_tokens, low=1)
-    checks.flag("train", train)
+    _check_backend(backend)
+    if not callable(wrap_layer):
+        expected = "a function of a layer's number and the layer"
+        raise checks.refuse_type("wrap_layer", expected, checks.describe(wrap_layer), "leave it out")
+    if not checks.flag("train", train):
+        _check_untrained(indexer, index_loss, deterministic, keep_selections, teachers)
     if is_attached(model):
         raise checks.refuse("model", "one that is not attached yet", "an attached one", "call detach(model) first")
     base = language_model(model)
@@ -138,6 +146,9 @@ def attach(
     if len(devices) != 1:
         raise checks.refuse("model", "on one device", sorted(devices), "move it with .to(device)")
     base_forward, training, dtype = model_forward, None, base.embed_tokens.weight.dtype
+    if dtype not in checks.FLOATS:
+        expected, remedy = "of bfloat16, float16 or float32", "convert it with .to(torch.float32)"
+        raise checks.refuse_type("model", expected, checks.dtype_name(dtype), remedy)
     if train:
         from tamis.integrations.hf import train_attach
 
@@ -235,6 +246,22 @@ def replaying(model: Any, recorded: Recording, requests: Sequence[Hashable]) -> 
     return replay.replaying(language_model(_bare(model)), recorded, requests)
 
 
+def _check_backend(name: str) -> None:
+    """Refuse a name that no backend has. Whether the backend runs the model's layers, its family finds out."""
+    refuse_broken(name)
+    checks.option("backend", name, ("auto", *(known.name for known in registered().backends)))
+
+
+def _check_untrained(indexer: Any, index_loss: Any, deterministic: Any, keep_selections: Any, teachers: Any) -> None:
+    """Refuse options of training that would be ignored."""
+    given = {"indexer": indexer, "index_loss": index_loss, "teachers": teachers}
+    given |= {"deterministic": deterministic, "keep_selections": keep_selections}
+    usual = inspect.signature(attach).parameters
+    for name, value in given.items():
+        if value != usual[name].default:
+            raise checks.refuse(name, "left out without train=True", repr(value), "pass train=True")
+
+
 def _training(model: Any) -> Any:
     training = language_model(_bare(model))._tamis.training if is_attached(model) else None
     if training is None:
@@ -275,6 +302,8 @@ def _parts(model: Any) -> tuple[Any, Any]:
     """The family and the forward method of a model that is supported; others are refused."""
     if _name(model):
         return _MODELS[_name(model)]
+    if not isinstance(model, Module):
+        raise checks.refuse_type("model", "a model of transformers", checks.describe(model), "pass the loaded model")
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     if getattr(text, "index_topk", None) is None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from bounds import relative_error
-from hf_models import FAMILIES, build, every_kind_of_cache, greedy, logits, tokens, transformers, v32_only
+from hf_models import FAMILIES, base_of, build, every_kind_of_cache, greedy, logits, tokens, transformers, v32_only
 from settings import default_dtype
 
 from tamis.integrations import transformers as attaching
@@ -123,6 +123,75 @@ def test_the_refusal_names_what_is_supported(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(ValueError, match=rf"got {name}; this one has an indexer too, but tamis does not") as refused:
         attach(model)
     assert str(refused.value).startswith(f"model must be one of {', '.join(attaching._MODELS)}, got")
+    assert not is_attached(model)
+
+
+WRONG_OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "backend": ({"backend": "tritn"}, "backend must be one of 'auto', .*, got 'tritn'"),
+    "no function": ({"wrap_layer": None}, "wrap_layer must be a function .*, got NoneType; leave it out"),
+    "no layer": (
+        {"wrap_layer": lambda number, layer: None},
+        r"wrap_layer\(\d, layer\) must be a Sparse\w+, got NoneType",
+    ),
+    "indexer": ({"indexer": "sparse"}, "indexer must be left out without train=True, got 'sparse'; pass train=True"),
+    "index loss": ({"index_loss": 0.5}, "index_loss must be left out without train=True, got 0.5"),
+    "deterministic": ({"deterministic": False}, "deterministic must be left out without train=True"),
+    "teachers": ({"teachers": "readers"}, "teachers must be left out without train=True"),
+}
+
+
+@every_kind_of_cache
+@pytest.mark.parametrize("name", WRONG_OPTIONS)
+def test_options_that_cannot_be_meant_are_refused(model: Any, name: str) -> None:
+    given, message = WRONG_OPTIONS[name]
+    before = {name: set(vars(module)) for name, module in model.named_modules()}
+
+    def use() -> None:
+        attach(model, **given)
+        logits(model, tokens(1, 8))  # which makes V4's layers
+
+    with pytest.raises((ValueError, TypeError), match=message):
+        use()
+    detach(model)
+    assert {name: set(vars(module)) for name, module in model.named_modules()} == before
+
+
+@every_kind_of_cache
+def test_wrong_inputs_are_refused_by_name(model: Any) -> None:
+    """Before a token is counted: the cache can be used as if the call had not been made."""
+    ids, positions = tokens(2, 20), torch.arange(20).unsqueeze(0)
+    attach(model, cache="fp32")
+    held = new_cache(model)
+    expected = logits(model, ids, past_key_values=held)
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"input_ids": ids[0]}, r"input_ids must be of shape \[requests, columns\], got \[20\]"),
+        ({"input_ids": ids.unsqueeze(0)}, r"input_ids must be of shape \[requests, columns\], got \[1, 2, 20\]"),
+        ({"input_ids": ids.float()}, "input_ids must be int32 or int64, got float32"),
+        ({"input_ids": ids[:, :0]}, r"input_ids must be of at least one request and one token, got \[2, 0\]"),
+        ({"input_ids": ids[:0]}, r"input_ids must be of at least one request and one token, got \[0, 20\]"),
+        ({"inputs_embeds": torch.zeros(2, 20)}, r"inputs_embeds must be of shape \[requests, columns, hidden\]"),
+        ({"input_ids": ids, "position_ids": positions[:, 1:]}, r"position_ids must be of shape \[rows, columns=20\]"),
+        ({"input_ids": ids, "position_ids": positions.float()}, "position_ids must be int32 or int64, got float32"),
+        ({"input_ids": ids, "position_ids": positions.expand(3, 20)}, "position_ids must be of 1 or 2 rows"),
+        ({"input_ids": ids, "output_attentions": True}, "output_attentions must be False for an attached model"),
+    ]
+    for given, message in wrong:
+        with pytest.raises((ValueError, TypeError), match=message):
+            base_of(model)(**given, past_key_values=held)
+    assert held.get_seq_length() == 20
+    fresh = new_cache(model)
+    assert torch.equal(logits(model, ids, past_key_values=fresh), expected)
+    found = logits(model, ids[:, :1], past_key_values=held)
+    assert torch.equal(found, logits(model, ids[:, :1], past_key_values=fresh))
+
+
+def test_models_that_are_none_or_of_another_dtype_are_refused() -> None:
+    model = build("hy4")
+    for wrong in (model.config, None, "tencent/Hy4-preview"):
+        with pytest.raises(TypeError, match=r"model must be a model of transformers, got .*; pass the loaded model"):
+            attach(wrong)
+    with pytest.raises(TypeError, match=r"model must be of bfloat16, float16 or float32, got float64; convert it with"):
+        attach(model.double())
     assert not is_attached(model)
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -92,6 +92,10 @@ def _prepare(
     if given is None or (input_ids is not None and inputs_embeds is not None):
         received = "neither" if given is None else "both"
         raise checks.refuse("input_ids and inputs_embeds", "given one at a time", received, "pass exactly one")
+    _check_inputs(input_ids, inputs_embeds, position_ids)
+    if options.get("output_attentions") or getattr(base.config, "output_attentions", False):
+        remedy = "attention weights are never all computed; `tamis inspect` reports those of selected tokens"
+        raise checks.refuse("output_attentions", "False for an attached model", True, remedy)
     _check_use(base, attachment)
     cache = _cache(past_key_values, attachment)
     requests, columns = given.shape[:2]
@@ -156,6 +160,25 @@ def _cache(given: Any, attachment: Attachment) -> TamisCache:
 def _real_tokens(new: Tensor, device: torch.device) -> Tensor | None:
     """int64, the numbers of the real tokens; None if there is no padding."""
     return None if bool(new.all()) else new.flatten().nonzero().squeeze(1).to(device)
+
+
+def _check_inputs(input_ids: Tensor | None, inputs_embeds: Tensor | None, position_ids: Tensor | None) -> None:
+    """Refuse inputs of another shape or dtype. Values are the model's own business."""
+    if inputs_embeds is None:
+        checks.tensor("input_ids", input_ids, "requests columns", checks.INTS)
+        given = cast("Tensor", input_ids)
+    else:
+        checks.tensor("inputs_embeds", inputs_embeds, "requests columns hidden", (*checks.FLOATS, torch.float64))
+        given = inputs_embeds
+    requests, columns = given.shape[:2]
+    if not requests or not columns:
+        name = "input_ids" if inputs_embeds is None else "inputs_embeds"
+        raise checks.refuse(name, "of at least one request and one token", list(given.shape), "skip an empty batch")
+    if position_ids is not None:
+        checks.tensor("position_ids", position_ids, "rows columns", checks.INTS, columns=columns)
+        if position_ids.shape[0] not in (1, requests):
+            expected, received = f"of 1 or {requests} rows, like the tokens", position_ids.shape[0]
+            raise checks.refuse("position_ids", expected, received, "pass those of the new tokens")
 
 
 def _check_use(base: Any, attachment: Attachment) -> None:

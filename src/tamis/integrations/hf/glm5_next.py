@@ -14,7 +14,17 @@ from tamis.cache.layout import Layout, compressor_state, rows, v32_fp8
 from tamis.cache.selection import Caches
 from tamis.choice import choose
 from tamis.integrations.hf.cache import MAIN_POOL, CacheShape, Held, Pool
-from tamis.integrations.hf.layers import PAGE, PLAIN, CacheKind, Planners, Step, WrapLayer, absorbed, key_layout
+from tamis.integrations.hf.layers import (
+    PAGE,
+    PLAIN,
+    CacheKind,
+    Planners,
+    Step,
+    WrapLayer,
+    absorbed,
+    key_layout,
+    wrapped,
+)
 from tamis.layers.mla import SparseMLA
 from tamis.model import hf_config
 from tamis.model.recipe import IndexRecipe
@@ -58,7 +68,7 @@ class Glm5NextFamily:
         choose(spec, device, layout=layout, dtype=dtype, page_size=page, prefer=backend)
         self.backend, self.quantised = backend, kind == "fp8"
         self.layers = [
-            None if spec is None else wrap_layer(number, SparseMLA(spec, backend=backend))
+            None if spec is None else wrapped(wrap_layer, number, SparseMLA(spec, backend=backend))
             for number, spec in enumerate(self.specs)
         ]
         single, pooled = state_pool(spec.kpool), spec.kpool > 1

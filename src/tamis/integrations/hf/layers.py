@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from tamis import checks
 from tamis.cache.layout import Layout, index_fp8, rows, v32_fp8
 from tamis.cache.paged import PagedCache
 from tamis.cache.selection import Caches
@@ -151,7 +152,9 @@ class V32Family:
                 own["index"] = Held(MAIN_POOL, keys, PAGE, self.layer_recipe(spec))
             held.append(own)
         self.shape = CacheShape({MAIN_POOL: Pool(PAGE)}, held, device)
-        self.layers = [wrap_layer(number, SparseMLA(spec, backend=backend)) for number, spec in enumerate(specs)]
+        self.layers = [
+            wrapped(wrap_layer, number, SparseMLA(spec, backend=backend)) for number, spec in enumerate(specs)
+        ]
 
     def plan(self, batch: Batch) -> Any:
         """The step's metadata, valid until the next step. Layers of another rope width have a plan of their own."""
@@ -205,6 +208,12 @@ class V32Family:
     def apply_gate(self, values: Tensor, gate: Tensor | None) -> Tensor:
         """The attention's output [T, H * V] times its gate."""
         return values
+
+
+def wrapped(wrap_layer: WrapLayer, number: int, layer: Any) -> Any:
+    """The layer that runs in the place of one that was just made."""
+    remedy = "return the layer, or another of its class"
+    return checks.instance(f"wrap_layer({number}, layer)", wrap_layer(number, layer), type(layer), remedy)
 
 
 def _row_layout(kind: CacheKind, spec: LayerSpec) -> Layout:

@@ -11,7 +11,7 @@ from tamis.cache.layout import Layout, compressor_state, rows, v4_fp8
 from tamis.cache.v4_caches import STATE_PAGE_SIZES, V4Caches
 from tamis.choice import choose
 from tamis.integrations.hf.cache import MAIN_POOL, CacheShape, Held, Pool
-from tamis.integrations.hf.layers import PLAIN, CacheKind, Planners, Step, WrapLayer, key_layout
+from tamis.integrations.hf.layers import PLAIN, CacheKind, Planners, Step, WrapLayer, key_layout, wrapped
 from tamis.layers.v4 import SparseV4
 from tamis.layers.v4_weights import V4Weights
 from tamis.model.spec import LayerSpec
@@ -93,7 +93,7 @@ class V4Family:
             table = tables[module.rope_layer_type]
             eps = base.config.rms_norm_eps
             layer = SparseV4(spec, weights, table, eps=eps, backend=self.backend)
-            self.layers.append(self._wrap_layer(number, layer))
+            self.layers.append(wrapped(self._wrap_layer, number, layer))
 
 
 @torch.no_grad()
