@@ -6,15 +6,17 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
+import on_host
 import pytest
 import torch
 from seeds import choose_run, reseed
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--seed` changes every random input; `--threads` the order in which torch adds large sums."""
+    """`--seed` changes random inputs, `--threads` the order of large sums; `--races` watches emulated kernels."""
     parser.addoption("--seed", type=int, default=0, help="what all random inputs are drawn from (0)")
     parser.addoption("--threads", type=int, default=1, help="threads of torch in each process (1)")
+    parser.addoption("--races", action="store_true", help="emulated kernels report races in shared memory (slow)")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -60,6 +62,7 @@ def host_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     if shutil.which("g++") is None:
         pytest.skip("needs a C++ compiler")
     base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if hasattr(request.config, "workerinput") else base) / "on_host"
+    name = on_host.FINDING_RACES if request.config.getoption("--races") else "on_host"
+    folder = (base.parent if hasattr(request.config, "workerinput") else base) / name
     folder.mkdir(exist_ok=True)
     return folder

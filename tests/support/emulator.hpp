@@ -14,6 +14,8 @@
 #include <utility>
 #include <vector>
 
+#include "races.hpp"
+
 #define __device__
 #define __global__
 #define __grid_constant__
@@ -122,7 +124,11 @@ __attribute__((noinline)) inline void pause() {
 // Runs a thread until it pauses or ends.
 __attribute__((noinline)) inline void resume(Thread& thread) {
     current = &thread;
-    if (_setjmp(scheduler) != 0) return;
+    if (_setjmp(scheduler) != 0) {
+        races::running(-1);
+        return;
+    }
+    races::running(thread_in_cluster());
     if (thread.coroutine->begun) _longjmp(thread.coroutine->paused, 1);
     thread.coroutine->begun = true;
     setcontext(&thread.coroutine->beginning);
@@ -133,29 +139,37 @@ inline void maybe_pause() {
     if (random_order() % 8 == 0) pause();
 }
 
+// What a barrier does to accesses before it, as a race detector is told: it orders them before those behind it, or this
+// thread's arrival does not, or the barrier is one of the emulator alone.
+enum Order { ORDERS, RELAXED, DOES_NOT_ORDER };
+
 // Arrives at a barrier of `expected` threads; returns the generation to wait for the end of.
-inline u32 arrive(Barrier& barrier, u32 expected) {
+inline u32 arrive(Barrier& barrier, u32 expected, Order order = ORDERS) {
     const u32 generation = barrier.generation;
+    if (order == ORDERS) races::release(&barrier);
     if (++barrier.arrived == expected) {
         barrier.arrived = 0;
         ++barrier.generation;
+        if (order != DOES_NOT_ORDER) races::complete(&barrier);
     }
     return generation;
 }
 
-inline void wait(Barrier& barrier, u32 generation) {
+inline void wait(Barrier& barrier, u32 generation, Order order = ORDERS) {
     current->waiting = &barrier;
     current->until = generation + 1;
     pause();
     current->waiting = nullptr;
+    if (order != DOES_NOT_ORDER) races::acquire(&barrier);
 }
 
-// Exchanges a value among the lanes of a warp; returns the values of all lanes when every lane has called it.
-inline const u32* exchange(u32 value) {
+// Exchanges a value among the lanes of a warp; returns the values of all lanes when every lane has called it. Shuffles and
+// votes do not order accesses to memory.
+inline const u32* exchange(u32 value, Order order = DOES_NOT_ORDER) {
     Warp& warp = current->cta->warps[current->thread_index.x / 32];
     u32* values = warp.values[warp.barrier.generation % 2];
     values[current->thread_index.x % 32] = value;
-    wait(warp.barrier, arrive(warp.barrier, 32));
+    wait(warp.barrier, arrive(warp.barrier, 32, order), order);
     return values;
 }
 
@@ -202,6 +216,7 @@ inline u32 __shfl_up_sync(u32, u32 value, int step) {
 template <class T>
 T atomicAdd(T* address, T value) {
     emulator::maybe_pause();
+    const races::Atomic atomic;
     const T old = *address;
     *address = old + value;
     return old;
@@ -209,6 +224,7 @@ T atomicAdd(T* address, T value) {
 
 inline void atomicOr(u32* address, u32 value) {
     emulator::maybe_pause();
+    const races::Atomic atomic;
     *address |= value;
 }
 
@@ -236,13 +252,13 @@ inline u32 opaque(u32 number) { return number; }
 inline u32 cluster_rank() { return emulator::current->cta->rank; }
 inline u32 cluster_size() { return emulator::ctas.size(); }
 
-inline void cluster_arrive() {
+inline void cluster_arrive(emulator::Order order = emulator::ORDERS) {
     emulator::maybe_pause();
     emulator::current->cluster_generation =
-        emulator::arrive(emulator::cluster, emulator::ctas.size() * emulator::CTA_THREADS);
+        emulator::arrive(emulator::cluster, emulator::ctas.size() * emulator::CTA_THREADS, order);
 }
 
-inline void cluster_arrive_relaxed() { cluster_arrive(); }
+inline void cluster_arrive_relaxed() { cluster_arrive(emulator::RELAXED); }
 
 inline void cluster_wait() { emulator::wait(emulator::cluster, emulator::current->cluster_generation); }
 
@@ -300,6 +316,7 @@ void run_cluster(u32 index, u32 size, size_t shared, const Kernel& kernel) {
     running = &kernel;
     cluster = Barrier{};
     ctas.assign(size, Cta{});
+    races::start_cluster(size, CTA_THREADS);
     std::vector<Thread> threads(size * CTA_THREADS);
     static std::vector<Coroutine> coroutines;
     if (coroutines.size() < threads.size()) coroutines.resize(threads.size());
@@ -312,6 +329,7 @@ void run_cluster(u32 index, u32 size, size_t shared, const Kernel& kernel) {
         cta.memory = reinterpret_cast<uint4*>((address + 15) / 16 * 16);
         cta.index = index * size + rank;
         cta.rank = rank;
+        races::memory(rank, cta.memory, shared);
     }
     std::vector<u32> left(size, CTA_THREADS), alive;
     for (u32 i = 0; i < threads.size(); ++i) {
@@ -361,6 +379,9 @@ void run_cluster(u32 index, u32 size, size_t shared, const Kernel& kernel) {
         }
         resume(threads[alive[at]]);
         if (!current->done) continue;
+        for (u32 i = 0; i < GUARD; ++i) {
+            if (current->coroutine->stack[i] != 0) fail("a thread's stack is too small");
+        }
         if (--left[current->cta->rank] == 0) current->cta->finished = true;
         alive[at] = alive.back();
         alive.pop_back();

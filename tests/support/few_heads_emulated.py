@@ -54,11 +54,10 @@ class Emulated:
         options = [*program.options, "-I", str(Path(few_heads.__file__).parent)]
         self.run = on_host.load(folder, source + ENTRY.replace("SOURCE", shape.source), options).run
         self.shared, self.seed = shape.shared, 0
-        self.run.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_longlong, ctypes.c_int, ctypes.c_void_p]
 
     def __call__(self, grid: tuple[int, int, int], params: AttendParams) -> None:
         self.seed += 1
-        self.run(grid[0], grid[1], self.shared, self.seed, on_host.packed(params))
+        self.run(grid[0], grid[1], ctypes.c_longlong(self.shared), self.seed, on_host.packed(params))
 
 
 Attend = Callable[..., tuple[Tensor, Tensor, Tensor]]

@@ -24,7 +24,7 @@ const T* exchange_all(const T& value) {
     Warp& warp = current->cta->warps[current->thread_index.x / 32];
     T* values = all[&warp].values[warp.barrier.generation % 2];
     values[current->thread_index.x % 32] = value;
-    wait(warp.barrier, arrive(warp.barrier, 32));
+    wait(warp.barrier, arrive(warp.barrier, 32, DOES_NOT_ORDER), DOES_NOT_ORDER);
     return values;
 }
 
@@ -37,6 +37,7 @@ struct Mbarrier {
         if (arrived < count || bytes != 0) return;
         arrived = 0;
         ++phase.generation;
+        races::complete(&phase);
     }
 };
 
@@ -48,6 +49,14 @@ inline Mbarrier& mbarrier_at(u32 address) {
     const auto found = mbarriers.find(address);
     if (found == mbarriers.end()) fail("an mbarrier was not initialised");
     return found->second;
+}
+
+// Bytes of a copy have arrived, and `copy` is the race detector's number of it.
+inline void count_bytes(u32 address, u32 bytes, uint64_t copy) {
+    Mbarrier& one = mbarrier_at(address);
+    races::bulk_copy_ends(&one.phase, copy);
+    one.bytes -= bytes;
+    one.end_phase_if_complete();
 }
 
 inline void count_arrival(u32 address, u32 bytes) {
@@ -68,7 +77,9 @@ inline ThreadCopies thread_copies[CLUSTER_THREADS];
 
 // Copies, or without a source writes zeros.
 inline void start_copy(u32 destination, const void* source, u32 bytes) {
+    races::copy_writes(shared_word(destination), bytes);
     const auto copy = [=] {
+        const races::Hidden hidden;
         if (source) std::memcpy(shared_word(destination), source, bytes);
         else std::memset(shared_word(destination), 0, bytes);
     };
@@ -167,7 +178,7 @@ T __shfl_xor_sync(u32, T value, int mask) {
 }
 
 inline bool __any_sync(u32 lanes, bool predicate) { return __ballot_sync(lanes, predicate) != 0; }
-inline void __syncwarp() { emulator::exchange(0); }
+inline void __syncwarp() { emulator::exchange(0, emulator::ORDERS); }
 
 inline u32 __vminu2(u32 a, u32 b) { return min(a & 0xFFFF, b & 0xFFFF) | min(a >> 16, b >> 16) << 16; }
 inline u32 __vmaxu2(u32 a, u32 b) { return max(a & 0xFFFF, b & 0xFFFF) | max(a >> 16, b >> 16) << 16; }
@@ -190,6 +201,7 @@ inline void fence_mbarrier_init() {}
 
 inline void mbarrier_arrive_expect_tx(u32 barrier, u32 bytes) {
     emulator::maybe_pause();
+    races::release(&emulator::mbarrier_at(barrier).phase);
     emulator::count_arrival(barrier, bytes);
 }
 
@@ -197,25 +209,27 @@ inline void mbarrier_arrive(u32 barrier) { mbarrier_arrive_expect_tx(barrier, 0)
 
 inline void mbarrier_arrive(u32 barrier, u32 count) {
     emulator::maybe_pause();
+    races::release(&emulator::mbarrier_at(barrier).phase);
     for (u32 i = 0; i < count; ++i) emulator::count_arrival(barrier, 0);
 }
 
 inline void mbarrier_wait(u32 barrier, u32 parity) {
     emulator::maybe_pause();
     emulator::Mbarrier& one = emulator::mbarrier_at(barrier);
-    while (one.phase.generation % 2 == parity) emulator::wait(one.phase, one.phase.generation);
+    while (one.phase.generation % 2 == parity) emulator::wait(one.phase, one.phase.generation, emulator::DOES_NOT_ORDER);
+    races::acquire(&one.phase);
 }
 
-inline void fence_async_proxy() {}
+inline void fence_async_proxy() { races::fence_async_proxy(); }
 inline void prefetch_l2(const void*) {}
 
 inline void bulk_copy(u32 destination, const void* source, u32 bytes, u32 barrier) {
     if ((destination | reinterpret_cast<uintptr_t>(source) | bytes) % 16) emulator::fail("a copy is not aligned");
+    const uint64_t copy = races::bulk_copy_starts(&emulator::mbarrier_at(barrier).phase);
+    races::bulk_copy_writes(copy, shared_word(destination), bytes);
     emulator::in_flight.push_back([=] {
         std::memcpy(shared_word(destination), source, bytes);
-        emulator::Mbarrier& one = emulator::mbarrier_at(barrier);
-        one.bytes -= bytes;
-        one.end_phase_if_complete();
+        emulator::count_bytes(barrier, bytes, copy);
     });
     emulator::maybe_pause();
 }
@@ -238,6 +252,8 @@ inline void copy_tile(u32 destination, const TileMap& map, int row, int page, u3
     std::memcpy(&from, map.bytes, sizeof from);
     if ((from.address | from.page_stride) % 16) emulator::fail("a tile map is not aligned");
     if (destination % 1024 % (from.box_rows * 128)) emulator::fail("a tile is not aligned");
+    const uint64_t copy = races::bulk_copy_starts(&emulator::mbarrier_at(barrier).phase);
+    races::bulk_copy_writes(copy, shared_word(destination), from.box_rows * 128);
     emulator::in_flight.push_back([=] {
         for (u32 i = 0; i < from.box_rows; ++i) {
             const bool inside = row >= 0 && page >= 0 && row + i < from.rows && static_cast<uint64_t>(page) < from.pages;
@@ -249,9 +265,7 @@ inline void copy_tile(u32 destination, const TileMap& map, int row, int page, u3
                 else std::memset(to, 0, 16);
             }
         }
-        emulator::Mbarrier& one = emulator::mbarrier_at(barrier);
-        one.bytes -= from.box_rows * 128;
-        one.end_phase_if_complete();
+        emulator::count_bytes(barrier, from.box_rows * 128, copy);
     });
     emulator::maybe_pause();
 }
@@ -271,6 +285,7 @@ inline void cp_async_commit() {
     auto& own = emulator::thread_copies[emulator::thread_in_cluster()];
     own.groups.push_back(std::move(own.open));
     own.open.clear();
+    races::commit_copies();
 }
 
 template <int PENDING>
@@ -281,13 +296,15 @@ void cp_async_wait() {
         for (const auto& copy : own.groups.front()) copy();
         own.groups.erase(own.groups.begin());
     }
+    races::wait_for_copies(PENDING);
 }
 
 // The thread's pending copies are done before the arrival.
 inline void cp_async_mbarrier_arrive(u32 barrier) {
     auto& own = emulator::thread_copies[emulator::thread_in_cluster()];
-    emulator::in_flight.push_back([barrier, copies = std::move(own.open)] {
+    emulator::in_flight.push_back([barrier, number = races::hand_over_copies(), copies = std::move(own.open)] {
         for (const auto& copy : copies) copy();
+        races::copies_arrive(&emulator::mbarrier_at(barrier).phase, number);
         emulator::count_arrival(barrier, 0);
     });
     own.open.clear();

@@ -51,15 +51,47 @@ struct TileOperand {
         stride = (descriptor >> 32 & 0x3FFF) << 4;
     }
 
-    u32 k_major(int row, int inner, int bytes = 2) const {
-        return element(start + row / 8 * stride + row % 8 * 128 + inner * bytes, bytes);
+    // Addresses before swizzling.
+    u32 k_major_address(int row, int inner, int bytes) const {
+        return start + row / 8 * stride + row % 8 * 128 + inner * bytes;
     }
-    u32 mn_major(int inner, int column) const {
-        return element(start + column / 64 * leading + inner / 8 * stride + inner % 8 * 128 + column % 64 * 2);
+    u32 mn_major_address(int inner, int column) const {
+        return start + column / 64 * leading + inner / 8 * stride + inner % 8 * 128 + column % 64 * 2;
+    }
+
+    u32 k_major(int row, int inner, int bytes = 2) const { return element(k_major_address(row, inner, bytes), bytes); }
+    u32 mn_major(int inner, int column) const { return element(mn_major_address(inner, column)); }
+
+    // Tells the race detector that rows or columns [begin, end) of an operand with `depth` elements each are read.
+    void read(int begin, int end, int depth, int bytes, bool is_mn_major) const {
+        const auto read_unit = [](u32 address) {
+            races::product_reads(shared_word((address ^ (address >> 7 & 7) << 4) & ~15u), 16);
+        };
+        const int unit = 16 / bytes;
+        if (is_mn_major) {
+            for (int k = 0; k < depth; ++k) {
+                for (int at = begin; at < end; at += unit) read_unit(mn_major_address(k, at));
+            }
+        } else {
+            for (int at = begin; at < end; ++at) {
+                for (int k = 0; k < depth; k += unit) read_unit(k_major_address(at, k, bytes));
+            }
+        }
     }
 };
 
+// A warp reads its 16 rows of a and all of b. Its first lane records that.
+inline void record_reads(const Product& product) {
+    if (current->thread_index.x % 32) return;
+    const int row = current->thread_index.x / 32 % 4 * 16;
+    if (!product.from_registers) {
+        TileOperand(product.a).read(row, row + 16, product.depth, product.bytes, product.a_is_mn_major);
+    }
+    TileOperand(product.b).read(0, product.columns, product.depth, product.bytes, product.b_is_mn_major);
+}
+
 inline void run(const Product& product) {
+    const races::Hidden hidden;
     const int lane = current->thread_index.x % 32, row = current->thread_index.x / 32 % 4 * 16 + lane / 4;
     float a[2][32];
     std::memcpy(a, product.rows, sizeof a);
@@ -89,6 +121,7 @@ inline void run(const Product& product) {
 }
 
 inline void issue(const Product& product) {
+    if (races::WANTED) record_reads(product);
     if (eager) run(product);
     else uncommitted[thread_in_cluster()].push_back(product);
 }
@@ -124,12 +157,14 @@ inline void wgmma_commit() {
     auto& products = emulator::uncommitted[emulator::thread_in_cluster()];
     emulator::committed[emulator::thread_in_cluster()].push_back(std::move(products));
     products.clear();
+    races::commit_products();
 }
 
 template <int PENDING, class Results>
 void wgmma_wait(Results&) {
     emulator::maybe_pause();
     emulator::wait_for_products(PENDING);
+    races::wait_for_products(PENDING);
     emulator::exchange(0);  // all lanes of a warp wait together
 }
 
