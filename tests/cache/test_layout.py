@@ -247,6 +247,8 @@ def test_unknown_name_lists_the_known_ones(wrong: object) -> None:
         (named("v32-fp8"), {"latent": 128}, TypeError, "options must be absent if .*got latent; build"),
         ("v32-fp8", {"latent": 500}, ValueError, "latent must be a multiple of 128 .*got 500; "),
         ("v4-fp8", {"latent": 500}, ValueError, "latent must be a multiple of 64 .*got 500; "),
+        ("v41-fp8", {"latent": 50}, ValueError, r"latent and rope must be a multiple of 32 together .*got 50 \+ 64; "),
+        ("v41-fp4", {"rope": 9}, ValueError, r"latent and rope must be a multiple of 16 together .*got 448 \+ 9; "),
         ("v32-fp8", {"latent": 0}, ValueError, "latent must be >= 1, got 0$"),
         ("plain-fp8", {"rope": -1}, ValueError, "rope must be >= 0, got -1$"),
         ("v4-bf16", {"latent": 1.5}, TypeError, "latent must be an int, got float$"),

@@ -227,3 +227,15 @@ def test_sizes_of_pooled_index_keys() -> None:
     assert sizes.bytes_per_request(6400) == 11 * (6400 * (528 + 33) + 2 * 8 * 1024)
     with pytest.raises(ValueError, match="page_size must be a multiple of kpool=4, got 6"):
         cache_sizes(KNOWN["glm-5.3-flash"].config, page_size=6)
+
+
+def test_sizes_of_shared_entries() -> None:
+    """V4.1: layers 1 and 4 own the entries, of 1 and 2 tokens; 256 of 584 bytes are padded to whole 576s in a page."""
+    from v41_model import CONFIG
+
+    from tamis.cache.sizes import cache_sizes
+
+    wide = {"head_dim": 512, "qk_rope_head_dim": 64, "index_head_dim": 128, "sliding_window": 128}
+    sizes = cache_sizes({**CONFIG, **wide})
+    assert 260 * 576 == 256 * 585
+    assert sizes.bytes_per_token == (585 + 132) * 1.5

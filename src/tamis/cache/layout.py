@@ -60,6 +60,15 @@ def _widths(latent: int, rope: int, tile: int = 1) -> None:
         raise checks.refuse("latent", f"a multiple of {tile} (one scale per tile)", latent, "choose such a width")
 
 
+def _whole_width(latent: int, rope: int, tile: int) -> int:
+    """The width of rows whose rope part is quantised like the rest."""
+    _widths(latent, rope)
+    if (latent + rope) % tile:
+        expected = f"a multiple of {tile} together (one scale per tile)"
+        raise checks.refuse("latent and rope", expected, f"{latent} + {rope}", "choose such widths")
+    return latent + rope
+
+
 def rows(dtype: torch.dtype = torch.bfloat16, *, latent: int = 512, rope: int = 64, name: str | None = None) -> Layout:
     """Unquantised rows: latent then rope, in bf16, fp16 or fp32."""
     _widths(latent, rope)
@@ -139,8 +148,8 @@ def v41_fp8(*, latent: int = 448, rope: int = 64, rounding: Rounding = "none", p
     The rope part is quantised like the rest, so that the whole row counts as latent. Engines have these rows on
     compute capability 10.x, in pages of a multiple of 512 bytes.
     """
-    _widths(latent, rope)
-    built = v4_fp8(latent=latent + rope, rope=0, rounding=rounding, tile=32, page_align=page_align)
+    width = _whole_width(latent, rope, 32)
+    built = v4_fp8(latent=width, rope=0, rounding=rounding, tile=32, page_align=page_align)
     return replace(built, name="v41-fp8" if (latent, rope) == (448, 64) else f"v41-fp8[{latent}+{rope}]")
 
 
@@ -150,9 +159,8 @@ def v41_fp4(*, latent: int = 448, rope: int = 64, rounding: Rounding = "none", p
     A scale is amax / 6, rounded to e4m3 and at least its smallest number. The rope part is quantised like the rest.
     Engines have these rows on compute capability 10.x, in pages of a multiple of 256 bytes (SGLang) or 512 (vLLM).
     """
-    _widths(latent, rope)
-    tile, width = 16, latent + rope
-    _widths(width, 0, tile)
+    tile = 16
+    width = _whole_width(latent, rope, tile)
     checks.option("rounding", rounding, ("bf16", "none"))
     size, scales = width // 2, width // tile
     return Layout(

@@ -138,7 +138,7 @@ def load_model(checkpoint: Path, device: torch.device) -> tuple[Any, Any]:
         kind = transformers.PreTrainedConfig.get_config_dict(checkpoint, local_files_only=True)[0].get("model_type")
         if not isinstance(kind, str) or kind not in MODELS:
             expected = f"of a model of type {', '.join(MODELS)}"
-            raise checks.refuse("--checkpoint", expected, repr(kind), "tamis is for sparse latent attention")
+            raise checks.refuse("--checkpoint", expected, repr(kind), "these are the models that `attach` supports")
         model, loaded = _model_class("--checkpoint", MODELS[kind]).from_pretrained(
             checkpoint,
             # Not every CPU supports 16-bit matrix products.

@@ -88,6 +88,9 @@ class LayerSpec:
     def _check_sharing(self) -> None:
         indexed = self.kind == "indexed"
         checks.flag("reuse_entries", self.reuse_entries)
+        if self.reuse_rows and self.kind != "tokens":
+            expected = f"False for a layer of kind {self.kind!r}"
+            raise checks.refuse("reuse_rows", expected, True, "such a layer has a window of its own")
         if indexed and (self.topk is None or not self.index_heads or not self.index_dim):
             expected = "given, with index_heads and index_dim, for a layer of kind 'indexed'"
             raise checks.refuse("topk", expected, self.topk, "an indexer selects its entries")
