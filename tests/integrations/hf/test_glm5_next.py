@@ -64,6 +64,29 @@ def test_a_recording_of_its_selections(model: Any) -> None:
 
 
 @glm5_next
+@pytest.mark.parametrize(
+    "steps", [((1, 70), (30, 2), (1, 1)), ((40, 9), (1, 0), (0, 1), (1, 1)), ((0, 5), (3, 1), (2, 2))]
+)
+def test_padding_leaves_states_as_they_are(model: Any, steps: tuple[tuple[int, ...], ...]) -> None:
+    """Padding after one token, and steps in which a request has no token at all."""
+    ids, taken = tokens(2, 90), [0, 0]
+    attach(model, cache="fp32", chunk_tokens=2 * 16)
+    alone = [logits(model, ids[row : row + 1])[0] for row in range(2)]
+    held, kept = new_cache(model), torch.zeros(2, 0, dtype=torch.int64)
+    for counts in steps:
+        new = torch.arange(max(counts)) < torch.tensor(counts).unsqueeze(1)
+        columns = torch.zeros_like(new, dtype=torch.int64)
+        for row, count in enumerate(counts):
+            columns[row, :count] = ids[row, taken[row] : taken[row] + count]
+        kept = torch.cat((kept, new.long()), dim=1)
+        found = logits(model, columns, attention_mask=kept, past_key_values=held)
+        for row, count in enumerate(counts):
+            expected = alone[row][taken[row] : taken[row] + count]
+            assert count == 0 or relative_error(found[row, :count], expected) < 1e-5
+            taken[row] += count
+
+
+@glm5_next
 def test_parts_of_the_model_are_attached_by_themselves(model: Any) -> None:
     ids = tokens(2, 90)
     with torch.no_grad():
