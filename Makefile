@@ -13,7 +13,7 @@ SGLANG_BIN := $(SGLANG_VENV)/bin
 SGLANG_STAMP := $(SGLANG_VENV)/.installed
 APT := apt-get -qq -o Acquire::Retries=1 -o Acquire::http::Timeout=20
 
-.PHONY: setup run test test-numerics test-settings test-vllm test-vllm-releases vllm-environment test-sglang sglang-environment check lint style types docs pytest browser generate screenshots lock wheel check-wheel test-matrix bench soak clean
+.PHONY: setup run test test-numerics test-settings test-races test-vllm test-vllm-releases vllm-environment test-sglang sglang-environment check lint style types docs pytest browser generate screenshots lock wheel check-wheel test-matrix bench soak clean
 
 setup: $(STAMP)
 
@@ -81,6 +81,12 @@ SETTINGS_TESTS := $(filter-out tests/ops/index/test_index_hf.py tests/ops/index/
 test-settings: setup
 	$(BIN)/pytest -n 2 --dist worksteal -m 'not gpu' --under bf16,meta,deterministic,autocast $(SETTINGS_TESTS)
 	$(BIN)/pytest -n 2 --dist worksteal -m 'not gpu' --under float64,inference,tf32 $(SETTINGS_TESTS)
+
+# Races in the shared memory of the CUDA kernels, as their tests run them on the host; ten minutes on two cores.
+RACES := $(wildcard tests/ops/index/hopper/test_*_cuda.py) tests/ops/index/hopper/test_hopper_index_loss.py \
+  $(addprefix tests/ops/attention/hopper/test_,few_heads.py hopper_gradients.py many_heads.py many_heads_bf16.py no_rope.py splits.py)
+test-races: setup
+	$(BIN)/pytest -n 2 --dist worksteal -m 'not gpu' --races $(RACES)
 
 # The site, in site/; a warning is an error. What is generated from code and results is checked by the tests.
 docs: setup

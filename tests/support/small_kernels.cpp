@@ -60,7 +60,7 @@ void counted(bool atomically) {
 }
 
 void counted_and_read(bool ordered) {
-    atomicAdd(words(), 1u);
+    if (threadIdx.x == 40) atomicAdd(words(), 1u);
     if (ordered) __syncthreads();
     if (threadIdx.x == 3) read = words()[0];
 }
@@ -72,6 +72,26 @@ void named() {
     } else if (threadIdx.x < 64) {
         named_barrier_sync(1, 64);
         read = words()[threadIdx.x - 32];
+    }
+}
+
+// Two warps wait at the same barrier one after the other, and the second learns what has been written in between.
+void named_twice() {
+    const int warp = threadIdx.x / 32;
+    __syncthreads();
+    if (warp == 0) {
+        named_barrier_arrive(1, 64);
+        named_barrier_sync(2, 64);
+        words()[threadIdx.x] = 1;
+        named_barrier_arrive(1, 64);
+    } else if (warp == 1) {
+        named_barrier_sync(1, 64);
+        named_barrier_arrive(2, 64);
+        named_barrier_arrive(3, 64);
+    } else if (warp == 2) {
+        named_barrier_sync(3, 64);
+        named_barrier_sync(1, 64);
+        read = words()[threadIdx.x - 64];
     }
 }
 
@@ -115,6 +135,23 @@ void refilled(bool waits) {
     }
 }
 
+// One warp passes on to the next what it has been told, phase after phase.
+void passed_on(bool throughout) {
+    if (threadIdx.x == 0) mbarrier_init(barrier(), 1), mbarrier_init(barrier() + 8, 1), mbarrier_init(barrier() + 16, 1);
+    __syncthreads();
+    const int warp = threadIdx.x / 32;
+    if (threadIdx.x % 32 != 0 || warp > 2) return;
+    for (int i = 0; i < 3; ++i) {
+        if (warp > 0) mbarrier_wait(barrier() + 8 * (warp - 1), i % 2);
+        if (warp == 0 && i > 0) mbarrier_wait(barrier() + 16, (i - 1) % 2);
+        if (warp == 0) shared_store(data(), i);
+        if (warp == 2) read = shared_load(data());
+        mbarrier_arrive(barrier() + 8 * warp);
+    }
+    if (warp == 0 && throughout) mbarrier_wait(barrier() + 16, 0);
+    if (warp == 0) shared_store(data(), 3);
+}
+
 // ---- Asynchronous copies
 
 void bulk(bool waits) {
@@ -126,6 +163,20 @@ void bulk(bool waits) {
     if (waits) mbarrier_wait(barrier(), 0);
     if (threadIdx.x < 16) read = shared_load(data() + 4 * threadIdx.x);
     if (!waits) mbarrier_wait(barrier(), 0);
+}
+
+void bulk_twice(bool waits) {
+    init(1);
+    for (int i = 0; i < 2; ++i) {
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            mbarrier_arrive_expect_tx(barrier(), 64);
+            bulk_copy(data(), global, 64, barrier());
+        }
+        if (waits || i == 0) mbarrier_wait(barrier(), i);
+        if (threadIdx.x < 16) read = shared_load(data() + 4 * threadIdx.x);
+    }
+    if (!waits) mbarrier_wait(barrier(), 1);
 }
 
 void bulk_over_reads(bool ordered) {
@@ -249,9 +300,12 @@ const Case ORDERED[] = {
     {"counted atomically", 1, [] { counted(true); }},
     {"counted, then read", 1, [] { counted_and_read(true); }},
     {"named barrier", 1, named},
+    {"named barrier twice", 1, named_twice},
     {"mbarrier", 1, [] { through_mbarrier(true); }},
     {"refilled", 1, [] { refilled(true); }},
+    {"passed on", 1, [] { passed_on(true); }},
     {"bulk copy", 1, [] { bulk(true); }},
+    {"two bulk copies", 1, [] { bulk_twice(true); }},
     {"bulk copy over reads", 1, [] { bulk_over_reads(true); }},
     {"bulk copy over writes", 1, [] { bulk_over_writes(true); }},
     {"copies by threads", 1, [] { copied_by_threads(true, true); }},
@@ -275,6 +329,8 @@ const Case RACY[] = {
     {"written after arrival", 1, written_after_arrival},
     {"mbarrier not waited for", 1, [] { through_mbarrier(false); }},
     {"refilled too early", 1, [] { refilled(false); }},
+    {"passed on, and written again", 1, [] { passed_on(false); }},
+    {"second bulk copy not waited for", 1, [] { bulk_twice(false); }},
     {"bulk copy not waited for", 1, [] { bulk(false); }},
     {"bulk copy over reads", 1, [] { bulk_over_reads(false); }},
     {"bulk copy without fence", 1, [] { bulk_over_writes(false); }},

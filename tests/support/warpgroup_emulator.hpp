@@ -165,7 +165,8 @@ void wgmma_wait(Results&) {
     emulator::maybe_pause();
     emulator::wait_for_products(PENDING);
     races::wait_for_products(PENDING);
-    emulator::exchange(0);  // all lanes of a warp wait together
+    // A warp waits as one, with what its lanes have read in registers: one lane may then arrive at a barrier for all of them.
+    emulator::exchange(0, emulator::ORDERS);
 }
 
 template <int PENDING>
