@@ -15,7 +15,7 @@ import pytest
 import torch
 from hf_models import build
 
-import tamis.cuda.compiler
+import tamis.cuda.nvrtc
 from tamis import Batch, Caches, IndexRecipe, LayerSpec, Limits, PagedCache, PagePool, Planner, SparseMLA, choose
 from tamis import backends as tamis_backends
 from tamis.cli import main
@@ -115,8 +115,8 @@ def without_nvrtc(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def compile_without_nvrtc(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tamis.cuda.compiler, "_candidates", lambda: iter(()))
-    tamis.cuda.compiler.nvrtc.__wrapped__()
+    monkeypatch.setattr(tamis.cuda.nvrtc, "_candidates", lambda: iter(()))
+    tamis.cuda.nvrtc.nvrtc.__wrapped__()
 
 
 def without_transformers() -> None:

@@ -15,7 +15,7 @@ import torch
 
 from tamis import checks
 from tamis.cache.layout import Layout
-from tamis.cuda.compiler import INSTALL, has_nvrtc
+from tamis.cuda.nvrtc import INSTALL, has_nvrtc
 from tamis.model.spec import LayerSpec
 
 GROUP = "tamis.backends"

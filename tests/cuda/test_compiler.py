@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tamis.cuda import compiler
-from tamis.cuda.compiler import CompileError, Nvrtc, Program, architecture, compiled, nvrtc
+from tamis.cuda import nvrtc as library
+from tamis.cuda.compiler import Program, architecture, compiled
+from tamis.cuda.nvrtc import CompileError, Nvrtc, nvrtc
 from tamis.lab.offline.cuda import CudaCase, compile_case, usage
 
 ADD = Program("add.cu", 'extern "C" __global__ void add(int* x, int n) { x[threadIdx.x] += n * STEP; }', ("-DSTEP=3",))
@@ -91,7 +92,7 @@ def test_a_missing_compiler_says_what_to_install(monkeypatch: pytest.MonkeyPatch
     def absent(name: str) -> ctypes.CDLL:
         raise OSError(name)
 
-    monkeypatch.setattr(compiler.ctypes, "CDLL", absent)
+    monkeypatch.setattr(library.ctypes, "CDLL", absent)
     with pytest.raises(ImportError, match=r"need NVRTC.*not found; install .* pip install nvidia-cuda-nvrtc"):
         nvrtc.__wrapped__()
 
@@ -102,10 +103,10 @@ def test_the_compiler_of_torch_comes_first(tmp_path: Path, monkeypatch: pytest.M
         for name in (f"libnvrtc.so.{version}", f"libnvrtc.alt.so.{version}", f"libnvrtc-builtins.so.{version}.0"):
             (tmp_path / folder / "lib" / name).touch()
     package = type("Spec", (), {"submodule_search_locations": [str(tmp_path)]})
-    monkeypatch.setattr(compiler.importlib.util, "find_spec", lambda name: package)
+    monkeypatch.setattr(library.importlib.util, "find_spec", lambda name: package)
     for ours, order in (("12.8", ("12", "13")), ("13.0", ("13", "12")), (None, ("13", "12"))):
         monkeypatch.setattr(torch.version, "cuda", ours)
-        found = list(compiler._candidates())
+        found = list(library._candidates())
         assert [Path(library).name for library, _ in found] == [f"libnvrtc.so.{v}" for v in order * 2]
         assert [b and Path(b).name for _, b in found] == [f"libnvrtc-builtins.so.{v}.0" for v in order] + [None] * 2
 

@@ -14,9 +14,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tamis import Batch, LayerSpec, Limits, PagedCache, PagePool, Planner, SparseMLA
-from tamis.cuda import compiler
-from tamis.cuda.compiler import CompileError, Nvrtc, Program, compiled
+from tamis.cuda import nvrtc
+from tamis.cuda.compiler import Program, compiled
 from tamis.cuda.launch import Driver, Kernel, Launch
+from tamis.cuda.nvrtc import CompileError, Nvrtc
 from tamis.cuda.params import Pointer
 
 PROGRAM = Program("add.cu", 'extern "C" __global__ void add(int* x) { *x += 1; }')
@@ -137,10 +138,10 @@ def test_an_nvrtc_that_does_not_work_is_like_none(error: Exception, monkeypatch:
     def broken(*arguments: Any) -> None:
         raise error
 
-    monkeypatch.setattr(compiler.ctypes, "CDLL", lambda name: None)
-    monkeypatch.setattr(compiler, "Nvrtc", broken)
+    monkeypatch.setattr(nvrtc.ctypes, "CDLL", lambda name: None)
+    monkeypatch.setattr(nvrtc, "Nvrtc", broken)
     with pytest.raises(ImportError, match="need NVRTC"):
-        compiler.nvrtc.__wrapped__()
+        nvrtc.nvrtc.__wrapped__()
 
 
 class Library:

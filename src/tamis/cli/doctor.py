@@ -346,7 +346,7 @@ def _kernels(findings: list[Finding]) -> list[Finding]:
 
 
 def _nvrtc() -> Finding:
-    from tamis.cuda.compiler import INSTALL, has_nvrtc, nvrtc
+    from tamis.cuda.nvrtc import INSTALL, has_nvrtc, nvrtc
 
     if has_nvrtc():
         return Finding("NVRTC", ".".join(str(number) for number in nvrtc().version), "ok")

@@ -10,7 +10,8 @@ import tamis.backends
 import tamis.lab.verify.run
 from tamis.cli import main
 from tamis.cuda import compiler
-from tamis.cuda.compiler import Program, has_nvrtc
+from tamis.cuda.compiler import Program
+from tamis.cuda.nvrtc import has_nvrtc
 from tamis.lab.offline.cuda import CudaCase, all_cases, cuobjdump, stage_cases
 from tamis.lab.verify import CheckResult, Scope, resources
 from tamis.lab.verify.check import Check, Target, Trial, judge

@@ -91,7 +91,8 @@ class _Some:
         part = self._part
         if not state.has_previous_state[0]:
             conv, recurrent = part.conv_states[0], part.recurrent_states[0]
-            state.update_conv_state(conv.new_zeros(batch, *conv.shape[1:]), conv_kernel_size=part.conv_kernel_size[0])
-            state.update_recurrent_state(recurrent.new_zeros(batch, *recurrent.shape[1:]))
+            empty = [old.new_zeros((batch, *old.shape[1:]), dtype=old.dtype) for old in (conv, recurrent)]
+            state.update_conv_state(empty[0], conv_kernel_size=part.conv_kernel_size[0])
+            state.update_recurrent_state(empty[1])
         state.conv_states[0][requests] = part.conv_states[0]
         state.recurrent_states[0][requests] = part.recurrent_states[0]

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from functools import partial
 
 from tamis.backends import compute_capability
-from tamis.cuda.compiler import INSTALL, architecture, compiled, has_nvrtc
+from tamis.cuda.compiler import architecture, compiled
+from tamis.cuda.nvrtc import INSTALL, has_nvrtc
 from tamis.lab.offline.cuda import HOPPER, CudaCase, cuobjdump, has_cases, kernel_uses, stage_cases
 from tamis.lab.verify.check import Check, Target, Trial
 

@@ -16,7 +16,8 @@ from seeds import reseed
 from tamis.cache.layout import Layout, v4_fp8, v32_fp8
 from tamis.cache.paged import PagedCache
 from tamis.cache.selection import Selection
-from tamis.cuda.compiler import compiled, has_nvrtc
+from tamis.cuda.compiler import compiled
+from tamis.cuda.nvrtc import has_nvrtc
 from tamis.lab.offline.attend import many_heads_cases
 from tamis.lab.offline.cuda import CudaCase, compile_case
 from tamis.ops import write_kv

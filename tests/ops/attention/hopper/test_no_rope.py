@@ -16,7 +16,7 @@ from seeds import reseed
 
 from tamis import PagedCache, Selection
 from tamis.cache.layout import rows, v32_fp8
-from tamis.cuda.compiler import has_nvrtc
+from tamis.cuda.nvrtc import has_nvrtc
 from tamis.lab.offline.attend import few_heads_cases
 from tamis.lab.offline.cuda import CudaCase, compile_case
 from tamis.ops.attention import hopper
