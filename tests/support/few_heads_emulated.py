@@ -15,7 +15,7 @@ from torch import Tensor
 from tamis import Selection
 from tamis.lab.testing import oracle
 from tamis.ops.attention.hopper import few_heads
-from tamis.ops.attention.hopper.few_heads import CtaShape, mma_shape, wgmma_shape
+from tamis.ops.attention.hopper.few_heads_shapes import CtaShape, mma_shape, wgmma_shape
 from tamis.ops.attention.hopper.params import AttendParams
 from tamis.ops.combine import reference as combine_reference
 

@@ -12,7 +12,7 @@ from tamis.cache.selection import Selection
 from tamis.lab.offline.cuda import CudaCase
 from tamis.lab.offline.training import attend_cases
 from tamis.lab.offline.triton import NATIVE_E4M3, TARGETS, OfflineCase, Target
-from tamis.ops.attention.hopper import few_heads, gradients, many_heads, splits
+from tamis.ops.attention.hopper import few_heads, few_heads_shapes, gradients, many_heads, splits
 from tamis.ops.attention.triton_grouped import attend_groups_kernel
 from tamis.ops.attention.triton_kernels import (
     MAX_LATENT,
@@ -148,10 +148,10 @@ def gradient_cases() -> Iterator[CudaCase]:
 def few_heads_cases() -> Iterator[CudaCase]:
     """Every CTA shape for each kind of rows and dtype of queries."""
     for kind, shapes, dtypes in (
-        ("fp8", few_heads.FP8_ROWS, few_heads.QUERY_DTYPES),
-        ("bf16", few_heads.BF16_ROWS, (torch.bfloat16,)),
-        ("528-byte fp8", few_heads.FP8_NO_ROPE, few_heads.QUERY_DTYPES),
-        ("512-wide bf16", few_heads.BF16_NO_ROPE, (torch.bfloat16,)),
+        ("fp8", few_heads_shapes.FP8_ROWS, few_heads.QUERY_DTYPES),
+        ("bf16", few_heads_shapes.BF16_ROWS, (torch.bfloat16,)),
+        ("528-byte fp8", few_heads_shapes.FP8_NO_ROPE, few_heads.QUERY_DTYPES),
+        ("512-wide bf16", few_heads_shapes.BF16_NO_ROPE, (torch.bfloat16,)),
     ):
         distinct = dict.fromkeys((shapes.few_tokens, shapes.many_tokens, shapes.more_heads))
         for shape, dtype in product(distinct, dtypes):

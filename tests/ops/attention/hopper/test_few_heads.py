@@ -14,7 +14,7 @@ from torch import Tensor
 from tamis import PagedCache, Selection
 from tamis.lab.testing import oracle
 from tamis.ops.attention.hopper import few_heads
-from tamis.ops.attention.hopper.few_heads import FP8_ROWS, CtaShape
+from tamis.ops.attention.hopper.few_heads_shapes import FP8_ROWS, CtaShape
 from tamis.ops.attention.hopper.splits import Outputs, choose_splits
 from tamis.ops.combine import reference as combine_reference
 from tamis.ops.lse import LseForm

@@ -21,7 +21,7 @@ from tamis.lab.offline.attend import few_heads_cases
 from tamis.lab.offline.cuda import CudaCase, compile_case
 from tamis.ops.attention import hopper
 from tamis.ops.attention.hopper import few_heads, many_heads
-from tamis.ops.attention.hopper.few_heads import CtaShape, RowKind, mma_shape, wgmma_shape
+from tamis.ops.attention.hopper.few_heads_shapes import CtaShape, RowKind, mma_shape, row_kind, wgmma_shape
 from tamis.ops.attention.hopper.params import AttendParams, output_params, query_params, selection_params
 from tamis.ops.attention.hopper.splits import Outputs
 from tamis.ops.lse import LseForm
@@ -110,7 +110,7 @@ def test_which_kernels_take_them() -> None:
     """Those that take rows with a rope, at every number of heads and tokens."""
     for kind, usual in (("fp8", v32_fp8()), ("bf16", rows())):
         layout = v32_fp8(rope=0) if kind == "fp8" else rows(rope=0)
-        assert few_heads.row_kind(layout.key) == RowKind(kind == "bf16", 0)
+        assert row_kind(layout.key) == RowKind(kind == "bf16", 0)
         for heads in (8, 16, 32, 64, 128):
             for tokens in (1, 16, 600):
                 chosen = []
@@ -122,7 +122,7 @@ def test_which_kernels_take_them() -> None:
                     chosen.append((kernels, kernels.source(q, selections, 132)))
                 assert chosen[0] == chosen[1]
     for other in (v32_fp8(rope=0, tile=64), rows(torch.float16, rope=0), rows(latent=448, rope=0)):
-        assert few_heads.row_kind(other.key) is None
+        assert row_kind(other.key) is None
         assert many_heads.kernel_of(other) is None
 
 

@@ -13,6 +13,7 @@ from tamis.cache.selection import Selection
 from tamis.cuda.device import sm_count
 from tamis.ops.attention import triton_kernels
 from tamis.ops.attention.hopper import few_heads, many_heads
+from tamis.ops.attention.hopper.few_heads_shapes import MMA_HEADS
 from tamis.ops.attention.hopper.prepared import PreparedAttend
 from tamis.ops.attention.operations import Attend, AttendSlots
 
@@ -103,11 +104,11 @@ def _few_first(
     """Whether the kernels for few heads are preferred, given the reasons why kernels refuse the call."""
     bf16_rows = selections[0].cache.layout.scales is None
     both = all(reason is None for reason in reasons.values())
-    if bf16_rows or splits is not None or not both or q.shape[1] <= few_heads.MMA_HEADS:
+    if bf16_rows or splits is not None or not both or q.shape[1] <= MMA_HEADS:
         return few_heads.suits(q.shape[0] if splits is None else None, q.shape[1], bf16_rows)
     sms = H200_SMS if q.device.type == "meta" else sm_count(q.device)
     # Up to 32 heads, kernels for 64 heads compute mostly padding, and estimates are not that exact.
-    margin = 1.25 if q.shape[1] <= 2 * few_heads.MMA_HEADS else 1.0
+    margin = 1.25 if q.shape[1] <= 2 * MMA_HEADS else 1.0
     return few_heads.estimate(q, selections, sms) <= margin * many_heads.estimate(q, selections, q.device)
 
 
