@@ -12,13 +12,13 @@ from tamis.cache.selection import Caches, Selection
 from tamis.cache.shard import Shard
 from tamis.layers.batch_invariance import fixed_splits
 from tamis.layers.mla_checks import Arguments, Call, MlaChecks, Write, no_positions
+from tamis.layers.mla_gathered import attend_chunks, chunk_gathers
 from tamis.layers.mla_memory import KnownCall, LayerMemory, number_of, run_write
 from tamis.model.spec import LayerSpec
 from tamis.ops import Attended, IndexInputs
 from tamis.ops.attention import folded_scale, new_output
 from tamis.ops.attention.operations import Attend, attend
 from tamis.ops.combine.operations import contiguous_sink
-from tamis.ops.gather.operations import GatherKv, gather_kv
 from tamis.ops.index import WORKSPACE_BYTES, ranks_of_layer
 from tamis.ops.index.operations import IndexTopk, index_topk
 from tamis.ops.index.prepared import new_positions
@@ -279,7 +279,7 @@ class SparseMLA:
             writes = self._writes(given.kv, given.index_inputs, given.caches, plan)
             if given.index_inputs is not None:
                 index = self._index(given.index_inputs, given.caches, plan, known)
-            gathers = [] if plan.prefill is None else self._gathers(cache, plan)
+            gathers = chunk_gathers(cache, plan, self.backend)
         if gathers or self._shard[0] > 1:
             translate = self._translation(given, cache)
         return Call(plan, cache, given.table, writes, index, positions, translate, gathers, attention, known)
@@ -317,16 +317,6 @@ class SparseMLA:
             None,
             self.backend,
         )
-
-    def _gathers(self, cache: PagedCache, plan: Plan) -> list[GatherKv]:
-        """The gathers of prefills, one per chunk."""
-        assert plan.prefill is not None
-        calls = []
-        for chunk in plan.prefill.chunks:
-            assert plan.workspace is not None
-            first, room = torch.zeros_like(chunk.lengths), plan.workspace[: chunk.rows]
-            calls.append(GatherKv(chunk.block_table, chunk.lengths, chunk.starts, first, cache, room, self.backend))
-        return calls
 
     def _translation(self, given: Arguments, cache: PagedCache) -> TranslatePositions:
         """The translation of positions for shards and gathered prefills. If the indexer selects the positions, a
@@ -366,7 +356,7 @@ class SparseMLA:
             if slots is None:
                 slots = translate_positions(call.translate._replace(positions=positions))[0]
             if call.gathers:
-                return self._attend_gathered(call, positions, slots)
+                return LayerOutput(attention.out, *attend_chunks(call, slots, self._checks.workspace_cache), positions)
             selection = Selection(call.cache, slots)
         return LayerOutput(attention.out, *attend(attention._replace(selections=[selection])), positions)
 
@@ -381,28 +371,6 @@ class SparseMLA:
         run = run if self._over is None else self._over.run
         run(call)
         return call.out
-
-    def _attend_gathered(self, call: Call, positions: Tensor, slots: Tensor) -> LayerOutput:
-        """Attend decodes over the cache, and prefills chunk by chunk over rows gathered into the plan's workspace."""
-        plan, attention = call.plan, call.attend
-        assert plan is not None
-        prefill = plan.prefill
-        assert prefill is not None
-        q, out = attention.q, attention.out
-        out[plan.tokens :].zero_()  # no chunk covers the padding
-        lse = torch.full((plan.rows, self.spec.heads), -torch.inf, dtype=torch.float32, device=q.device)
-        max_logits = torch.full_like(lse, -torch.inf)
-
-        def fill(rows: slice, cache: PagedCache) -> None:
-            selections = [Selection(cache, slots[rows])]
-            lse[rows], max_logits[rows] = attend(attention._replace(q=q[rows], selections=selections, out=out[rows]))
-
-        if plan.decode is not None:
-            fill(slice(0, plan.decode.tokens), call.cache)
-        for chunk, gather in zip(prefill.chunks, call.gathers, strict=True):
-            gather_kv(gather)
-            fill(chunk.tokens, self._checks.workspace_cache(gather.out))
-        return LayerOutput(out, lse, max_logits, positions)
 
     def _nothing(self, call: Call) -> LayerOutput:
         """The result of a step without requests: all of its rows are padding."""

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import tamis.lab.demo.mla_server
-import tamis.layers.mla
+import tamis.layers.mla_gathered
 from tamis.cache.pool import PagePool
 from tamis.lab.demo.outcome import Served
 from tamis.lab.demo.requests import Request, Scheduler, make_requests
@@ -117,7 +117,7 @@ def test_separate_mode_agrees_with_mixed(monkeypatch: pytest.MonkeyPatch) -> Non
         gathers.append(1)
         gather_kv(call)
 
-    monkeypatch.setattr(tamis.layers.mla, "gather_kv", counted)
+    monkeypatch.setattr(tamis.layers.mla_gathered, "gather_kv", counted)
     mixed = run(mode="mixed")
     assert not gathers
     separate = run(mode="separate")
