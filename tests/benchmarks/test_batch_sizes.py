@@ -8,16 +8,14 @@ import pytest
 
 from tamis.lab.bench.jobs import SIZES
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
 CPU = ("--device", "cpu", "--backend", "reference", "--against", "none", "--context", "128", "--topk", "32")
 
 
-def test_every_size_is_a_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_every_size_is_a_row(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from tamis.lab.bench.report.data import read_rows
     from tamis.lab.bench.report.latency import MANY_POINTS, _dense, _groups
 
-    monkeypatch.syspath_prepend(str(FOLDER))
     sizes, file = importlib.import_module("batch_sizes"), tmp_path / "rows.csv"
     assert sizes.main([*CPU, "--csv", str(file), "--heads", "2,4", "--to", "4", "--repeats", "1"]) == 0
     rows = read_rows([file])
@@ -34,13 +32,12 @@ def test_every_size_is_a_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     assert not any(_dense(group) for group in found.values())
 
 
-def test_slices_do_not_share_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slices_do_not_share_tokens() -> None:
     import torch
 
     from tamis import PagedCache, Selection
     from tamis.lab.bench.inputs import AttendSet
 
-    monkeypatch.syspath_prepend(str(FOLDER))
     sizes = importlib.import_module("batch_sizes")
     slots = torch.arange(14, dtype=torch.int32).view(7, 2)
     numbers = torch.arange(7, dtype=torch.int32)

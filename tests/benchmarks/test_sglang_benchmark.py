@@ -5,7 +5,6 @@ import gc
 import importlib
 import json
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,13 +14,6 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def folder_on_the_path() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "benchmarks"))
-        yield
 
 
 @pytest.fixture

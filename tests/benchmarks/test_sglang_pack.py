@@ -3,22 +3,18 @@
 import importlib
 import struct
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
 PTX, MACHINE = 1, 2
 ENTRY_HEADER, CONTAINER_HEADER = 64, 16
 
 
 @pytest.fixture(scope="module")
-def pack() -> Iterator[ModuleType]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "benchmarks"))
-        yield importlib.import_module("sglang_pack")
+def pack() -> ModuleType:
+    return importlib.import_module("sglang_pack")
 
 
 def entry(kind: int, architecture: int, code: bytes) -> bytes:

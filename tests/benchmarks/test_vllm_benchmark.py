@@ -3,7 +3,6 @@
 import importlib
 import json
 import sys
-from collections.abc import Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
@@ -13,9 +12,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-
-ROOT = Path(__file__).parents[2]
-
 
 CONFIG = {
     "hidden_size": 160,
@@ -36,11 +32,8 @@ CONFIG = {
 
 
 @pytest.fixture(scope="module")
-def script() -> Iterator[ModuleType]:
-    """The benchmark as Python runs it: with its own folder on the path."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "benchmarks"))
-        yield importlib.import_module("vllm_engine")
+def script() -> ModuleType:
+    return importlib.import_module("vllm_engine")
 
 
 @pytest.fixture(scope="module")

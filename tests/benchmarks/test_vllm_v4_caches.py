@@ -1,7 +1,6 @@
 """What the benchmark of V4 caches in plain rows makes of its results, and how it compares attention with float64."""
 
 import importlib
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,14 +12,10 @@ from v4_standin import Records
 
 from tamis.integrations.vllm import v4_forward
 
-ROOT = Path(__file__).parents[2]
-
 
 @pytest.fixture(scope="module")
-def script() -> Iterator[ModuleType]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "benchmarks"))
-        yield importlib.import_module("vllm_v4_caches")
+def script() -> ModuleType:
+    return importlib.import_module("vllm_v4_caches")
 
 
 def result(script: ModuleType, tokens: list[int]) -> dict[str, Any]:

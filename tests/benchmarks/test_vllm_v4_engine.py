@@ -2,9 +2,7 @@
 
 import dataclasses
 import importlib
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -12,14 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-ROOT = Path(__file__).parents[2]
-
 
 @pytest.fixture(scope="module")
-def script() -> Iterator[ModuleType]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "benchmarks"))
-        yield importlib.import_module("vllm_v4_engine")
+def script() -> ModuleType:
+    return importlib.import_module("vllm_v4_engine")
 
 
 def result(script: ModuleType, tokens: list[int], seconds: float = 1.0) -> dict[str, Any]:

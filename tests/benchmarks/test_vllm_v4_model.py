@@ -3,8 +3,6 @@
 import importlib
 import random
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -12,14 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-ROOT = Path(__file__).parents[2]
-
 
 @pytest.fixture(scope="module")
-def made() -> Iterator[ModuleType]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "benchmarks"))
-        yield importlib.import_module("vllm_v4_model")
+def made() -> ModuleType:
+    return importlib.import_module("vllm_v4_model")
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -33,15 +32,6 @@ GPU_ONLY = Backend(
     max_rope=32,
     heads=(1, 4),
 )
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Use one thread: tensors here are small, and waiting threads would spin while other tests run."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def one_error_line(capsys: pytest.CaptureFixture[str]) -> str:

@@ -2,52 +2,34 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
 from bounds import relative_error
+from small_v4 import (
+    GROUPS,
+    HEADS,
+    HIDDEN,
+    LOW,
+    OVERLAPPING,
+    PLAIN,
+    RANK,
+    WINDOW,
+    caches_of,
+    layer_of,
+    named_tensors,
+    planner_of,
+    weights,
+)
 
-from tamis import Batch, IndexRecipe, LayerSpec, Limits, PagedCache, PagePool, SparseV4, V4Caches, V4Planner, V4Weights
-from tamis.cache.layout import Layout, compressor_state, index_fp8, named, rows
+from tamis import Batch, IndexRecipe, LayerSpec, PagedCache, SparseV4, V4Caches, V4Planner, V4Weights
+from tamis.cache.layout import Layout, compressor_state, index_fp8, named
 from tamis.lab.testing.oracle import hadamard_matrix
 from tamis.layers.v4_weights import CompressorWeights, IndexerWeights
 from tamis.model.rope import Rope
 
-HIDDEN, RANK, HEADS, GROUPS, LOW = 12, 10, 4, 2, 3
-WINDOW = LayerSpec(HEADS, 24, 8, 32, 32**-0.5, window=6, sink=True, kind="window")
-PLAIN = replace(WINDOW, kind="plain", compress=16)
-OVERLAPPING = replace(WINDOW, kind="overlapping", compress=4, topk=5, index_heads=2, index_dim=16)
-
-
-def names(kind: str) -> dict[str, tuple[str, torch.Tensor]]:
-    """For each of the checkpoint's names, that of transformers and a tensor."""
-    made = {
-        "wq_a.weight": ("q_a_proj.weight", torch.randn(RANK, HIDDEN)),
-        "q_norm.weight": ("q_a_norm.weight", torch.randn(RANK)),
-        "wq_b.weight": ("q_b_proj.weight", torch.randn(HEADS * 32, RANK)),
-        "wkv.weight": ("kv_proj.weight", torch.randn(32, HIDDEN)),
-        "kv_norm.weight": ("kv_norm.weight", torch.randn(32)),
-        "attn_sink": ("sinks", torch.randn(HEADS).bfloat16()),
-        "wo_a.weight": ("o_a_proj.weight", torch.randn(GROUPS * LOW, HEADS * 32 // GROUPS)),
-        "wo_b.weight": ("o_b_proj.weight", torch.randn(HIDDEN, GROUPS * LOW)),
-    }
-    ratio, series = {"plain": (16, 1), "overlapping": (4, 2), "window": (1, 1)}[kind]
-
-    def compressor(theirs: str, ours: str, width: int) -> None:
-        made[f"{theirs}wkv.weight"] = (f"{ours}kv_proj.weight", torch.randn(series * width, HIDDEN))
-        made[f"{theirs}wgate.weight"] = (f"{ours}gate_proj.weight", torch.randn(series * width, HIDDEN))
-        made[f"{theirs}ape"] = (f"{ours}position_bias", torch.randn(ratio, series * width))
-        made[f"{theirs}norm.weight"] = (f"{ours}kv_norm.weight", torch.randn(width))
-
-    if kind != "window":
-        compressor("compressor.", "compressor.", 32)
-    if kind == "overlapping":
-        compressor("indexer.compressor.", "compressor.indexer.", 16)
-        made["indexer.wq_b.weight"] = ("compressor.indexer.q_b_proj.weight", torch.randn(2 * 16, RANK))
-        scorer = "compressor.indexer.scorer.weights_proj.weight"
-        made["indexer.weights_proj.weight"] = (scorer, torch.randn(2, HIDDEN))
-    return made
+FP8 = named("v4-fp8", latent=24, rope=8, tile=8)
+EXACT = named("v4-fp32", latent=24, rope=8)
 
 
 def tensors_of(weights: object) -> list[torch.Tensor]:
@@ -56,13 +38,9 @@ def tensors_of(weights: object) -> list[torch.Tensor]:
     return [t for part in nested for t in part]
 
 
-def weights(kind: str) -> V4Weights:
-    return V4Weights.from_state_dict(dict(names(kind).values()), groups=GROUPS)
-
-
 @pytest.mark.parametrize("spec", [WINDOW, OVERLAPPING, PLAIN], ids=lambda s: s.kind)
 def test_weights_under_both_namings(spec: LayerSpec) -> None:
-    known = names(spec.kind)
+    known = named_tensors(spec.kind)
     checkpoint = {f"layers.7.attn.{name}": t for name, (_, t) in known.items()} | {"layers.7.ffn.x": torch.zeros(1)}
     first = V4Weights.from_state_dict(checkpoint, groups=GROUPS, prefix="layers.7.attn.")
     second = V4Weights.from_state_dict(dict(known.values()), groups=GROUPS)
@@ -75,7 +53,7 @@ def test_weights_under_both_namings(spec: LayerSpec) -> None:
 
 
 def test_a_missing_tensor_is_named() -> None:
-    known = {theirs: t for theirs, t in names("window").values() if theirs != "kv_proj.weight"}
+    known = {theirs: t for theirs, t in named_tensors("window").values() if theirs != "kv_proj.weight"}
     with pytest.raises(ValueError, match=r"tensors must be with 'a\.q_a_proj\.weight'.*check the prefix"):
         V4Weights.from_state_dict(known, groups=GROUPS, prefix="a.")
     with pytest.raises(ValueError, match=r"tensors must be with 'kv_proj\.weight'"):
@@ -142,7 +120,7 @@ def test_caches_by_kind_of_layer() -> None:
     ],
 )
 def test_calls_are_refused_before_anything_is_written(caches, plan, message: str) -> None:
-    layer = SparseV4(OVERLAPPING, weights("overlapping"), Rope(8).cos_sin_table(80))
+    layer = layer_of(OVERLAPPING)
     held, planner, batch = indexed(hadamard=False)
     made = planner.plan(batch([5], [5]))
     if "entries" in plan:
@@ -158,7 +136,7 @@ def test_calls_are_refused_before_anything_is_written(caches, plan, message: str
 
 
 def test_a_layer_tells_what_its_indexer_selected() -> None:
-    layer = SparseV4(OVERLAPPING, weights("overlapping"), Rope(8).cos_sin_table(80))
+    layer = layer_of(OVERLAPPING)
     hidden, selected = torch.randn(60, HIDDEN), torch.full((60, 5), 99, dtype=torch.int32)
     caches, planner, batch = indexed(hadamard=False)
     plan = planner.plan(batch([60], [60]))
@@ -187,7 +165,7 @@ def test_a_layer_tells_what_its_indexer_selected() -> None:
 )
 def test_a_selection_that_cannot_be_told_is_refused_first(kind: str, selected: torch.Tensor, message: str) -> None:
     spec = OVERLAPPING if kind == "overlapping" else WINDOW
-    layer, (held, planner, batch) = SparseV4(spec, weights(kind), Rope(8).cos_sin_table(80)), indexed(hadamard=False)
+    layer, (held, planner, batch) = layer_of(spec), indexed(hadamard=False)
     with pytest.raises((TypeError, ValueError), match=message):
         layer(torch.zeros(5, HIDDEN), held, planner.plan(batch([5], [5])), selected=selected)
     assert not held.window.storage.any()
@@ -197,18 +175,12 @@ def test_a_selection_that_cannot_be_told_is_refused_first(kind: str, selected: t
 @pytest.mark.own_settings("torch cannot trace through a mode")
 def test_a_compiled_layer_gives_the_same_bits(spec: LayerSpec) -> None:
     torch._dynamo.reset()
-    layer = SparseV4(spec, weights(spec.kind), Rope(8).cos_sin_table(80))
-    sizes = {"window": 8, f"state{spec.compress}": 4}
-    planner = V4Planner([spec], Limits(80, 2, 80, 16, sizes), layout="v4-bf16")
-    pool, others = PagePool(20, 16), {name: PagePool(40, size) for name, size in sizes.items()}
-    numbers = {"pages": 20, "window_pages": 40, "state_pages": 40, "page_size": 16, "window_page_size": 8}
-    layout = named("v4-fp32", latent=24, rope=8)
-    index = rows(torch.float32, latent=16, rope=0)
-    made = {"state_page_size": 4, "layout": layout, "index_layout": index}
-    eager, traced = (V4Caches.allocate(spec, **numbers, **made) for _ in range(2))
+    layer = layer_of(spec)
+    planner, batch = planner_of(spec, "v4-bf16")
+    eager, traced = (caches_of(spec, EXACT) for _ in range(2))
     run = torch.compile(layer, fullgraph=True, backend="aot_eager")
     for new, lengths in (([33, 20], [33, 20]), ([1, 17], [34, 37])):
-        plan = planner.plan(Batch.build(new, lengths, pool, other_pools=others))
+        plan = planner.plan(batch(new, lengths))
         hidden = torch.randn(sum(new), HIDDEN)
         with torch.no_grad():
             assert torch.equal(run(hidden, traced, plan), layer(hidden, eager, plan))
@@ -220,27 +192,14 @@ def test_a_compiled_layer_gives_the_same_bits(spec: LayerSpec) -> None:
 @pytest.mark.parametrize("spec", [WINDOW, OVERLAPPING, PLAIN], ids=lambda s: s.kind)
 def test_gathered_prefills_give_what_pages_give(spec: LayerSpec) -> None:
     """With rows that bf16 can hold, the workspace changes nothing but the order of sums."""
-    layer = SparseV4(spec, weights(spec.kind), Rope(8).cos_sin_table(80))
-    sizes = {"window": 8, f"state{spec.compress}": 4}
-    layout = named("v4-fp8", latent=24, rope=8, tile=8)
+    layer = layer_of(spec)
     outputs = []
     hidden = [torch.randn(53, HIDDEN), torch.randn(18, HIDDEN)]
     for mode in ("mixed", "separate"):
-        planner = V4Planner([spec], Limits(80, 2, 80, 16, sizes), layout=layout, mode=mode)
-        pool, others = PagePool(20, 16), {name: PagePool(40, size) for name, size in sizes.items()}
-        caches = V4Caches.allocate(
-            spec,
-            pages=20,
-            window_pages=40,
-            state_pages=40,
-            page_size=16,
-            window_page_size=8,
-            state_page_size=4,
-            layout=layout,
-            index_layout=rows(torch.float32, latent=16, rope=0),
-        )
+        planner, batch = planner_of(spec, FP8, mode)
+        caches = caches_of(spec, FP8)
         for given, new, lengths in zip(hidden, ([33, 20], [1, 17]), ([33, 20], [34, 37]), strict=True):
-            plan = planner.plan(Batch.build(new, lengths, pool, other_pools=others))
+            plan = planner.plan(batch(new, lengths))
             assert (plan.workspace is not None) == (mode == "separate")
             outputs.append(layer(given, caches, plan))
     for one, other in zip(outputs[:2], outputs[2:], strict=True):
@@ -259,23 +218,8 @@ def test_weights_move_and_keep_what_must_stay_exact() -> None:
 
 def indexed(hadamard: bool, index_layout: Layout | None = None) -> tuple[V4Caches, V4Planner, Callable[..., Batch]]:
     """Caches of the overlapping layer, a planner for them, and what makes the batches of one request after another."""
-    sizes = {"window": 8, "state4": 4}
-    pool, others = PagePool(20, 16), {name: PagePool(40, size) for name, size in sizes.items()}
-    layout = named("v4-fp32", latent=24, rope=8)
-    caches = V4Caches.allocate(
-        OVERLAPPING,
-        pages=20,
-        window_pages=40,
-        state_pages=40,
-        page_size=16,
-        window_page_size=8,
-        state_page_size=4,
-        layout=layout,
-        index_layout=index_layout or rows(torch.float32, latent=16, rope=0),
-        hadamard=hadamard,
-    )
-    planner = V4Planner([OVERLAPPING], Limits(80, 2, 80, 16, sizes), layout=layout)
-    return caches, planner, partial(Batch.build, pool=pool, other_pools=others)
+    changes = {} if index_layout is None else {"index_layout": index_layout}
+    return caches_of(OVERLAPPING, EXACT, hadamard=hadamard, **changes), *planner_of(OVERLAPPING, EXACT)
 
 
 def test_index_caches_prepared_otherwise_are_refused() -> None:
@@ -284,7 +228,7 @@ def test_index_caches_prepared_otherwise_are_refused() -> None:
     plan = planner.plan(batch([5], [5]))
     assert caches.index is not None
     assert caches.index.recipe == IndexRecipe(8, interleaved=True, rope_first=False)
-    layer = SparseV4(OVERLAPPING, weights("overlapping"), Rope(8).cos_sin_table(80))
+    layer = layer_of(OVERLAPPING)
     for recipe in (IndexRecipe(8), IndexRecipe.of_v4(6, hadamard=True)):
         other = PagedCache.wrap(caches.index.storage, caches.index.layout, recipe=recipe)
         with pytest.raises(ValueError, match=r"^caches.index.recipe must be IndexRecipe.*as entries are rotated"):
@@ -304,7 +248,7 @@ def test_a_hadamard_rotation_needs_a_power_of_two() -> None:
 
 def test_a_hadamard_rotation_keeps_selections_and_outputs() -> None:
     """It is orthogonal, and turns queries and keys alike: exact keys give the same scores."""
-    layer = SparseV4(OVERLAPPING, weights("overlapping"), Rope(8).cos_sin_table(80))
+    layer = layer_of(OVERLAPPING)
     hidden = [torch.randn(53, HIDDEN), torch.randn(18, HIDDEN)]
     found = []
     for hadamard in (False, True):
@@ -329,7 +273,7 @@ def test_a_hadamard_rotation_keeps_selections_and_outputs() -> None:
 def test_a_compiled_layer_turns_index_keys_alike() -> None:
     """A trace loses a cache's recipe, so that the op must be told."""
     torch._dynamo.reset()
-    layer = SparseV4(OVERLAPPING, weights("overlapping"), Rope(8).cos_sin_table(80))
+    layer = layer_of(OVERLAPPING)
     hidden, keys = torch.randn(33, HIDDEN), []
     for run, hadamard in (
         (layer, True),
@@ -368,19 +312,14 @@ def test_output_weights_in_fp8() -> None:
 def test_empty_steps_padding_and_paused_requests(spec: LayerSpec, fp8_output: bool, mode: str) -> None:
     held = weights(spec.kind)
     layer = SparseV4(spec, held.with_fp8_output(tile=32) if fp8_output else held, Rope(8).cos_sin_table(80))
-    sizes = {"window": 8, f"state{spec.compress}": 4}
-    layout = named("v4-fp8", latent=24, rope=8, tile=8)
-    planner = V4Planner([spec], Limits(80, 2, 80, 16, sizes), layout=layout, mode=mode)
-    pool, others = PagePool(20, 16), {name: PagePool(40, size) for name, size in sizes.items()}
-    numbers = {"pages": 20, "window_pages": 40, "state_pages": 40, "page_size": 16, "window_page_size": 8}
-    index = rows(torch.float32, latent=16, rope=0)
-    caches = V4Caches.allocate(spec, **numbers, state_page_size=4, layout=layout, index_layout=index)
-    nothing = Batch.build([], [], pool, other_pools=others)
+    planner, batch = planner_of(spec, FP8, mode)
+    caches = caches_of(spec, FP8)
+    nothing = batch([], [])
     assert layer(torch.zeros(0, HIDDEN), caches, planner.plan(nothing)).shape == (0, HIDDEN)
     warm_up = planner.plan(replace(nothing, padded_tokens=3))
     assert not layer(torch.randn(3, HIDDEN), caches, warm_up).any()
     assert not caches.window.storage.any()
-    paused = planner.plan(replace(Batch.build([0, 1], [5, 1], pool, other_pools=others), padded_tokens=4))
+    paused = planner.plan(replace(batch([0, 1], [5, 1]), padded_tokens=4))
     found = layer(torch.randn(4, HIDDEN), caches, paused)
     assert found[0].any()
     assert not found[1:].any()

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from layers.test_v4 import HIDDEN, OVERLAPPING, PLAIN, WINDOW, weights
+from small_v4 import HIDDEN, OVERLAPPING, PLAIN, WINDOW, caches_of, weights
 from torch import Tensor
 
 from tamis import (
@@ -27,7 +27,6 @@ from tamis import (
     Recording,
     SparseMLA,
     SparseV4,
-    V4Caches,
     V4Planner,
 )
 from tamis.cache.layout import compressor_state, named, rows, v32_fp8
@@ -122,17 +121,9 @@ def v4(
     planner = V4Planner([spec], Limits(16, 4, 64, **numbers), layout=V4_LAYOUT, mode=mode)
     others = {name: PagePool(20, size) for name, size in planner.limits.other_page_sizes.items()}
     plan = planner.plan(step(planner.limits, PagePool(9, planner.limits.page_size), **others))
-    made = V4Caches.allocate(
-        layer_spec,
-        pages=9,
-        window_pages=20,
-        state_pages=20,
-        page_size=16,
-        window_page_size=8,
-        state_page_size=POOLS.get(f"state{layer_spec.compress}"),
-        layout=V4_LAYOUT,
-        index_layout=KEYS,
-    )
+    state_page = POOLS.get(f"state{layer_spec.compress}")
+    sizes = {"pages": 9, "window_pages": 20, "state_pages": 20, "state_page_size": state_page}
+    made = caches_of(layer_spec, V4_LAYOUT, **sizes, index_layout=KEYS)
     made = replace(made, **caches)
     layer = SparseV4(layer_spec, weights(layer_spec.kind), Rope(8).cos_sin_table(64))
     hidden = (tensors or {}).get("hidden", torch.randn(NEW, HIDDEN))

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from layers.test_v4 import HIDDEN, OVERLAPPING, PLAIN, WINDOW, weights
+from small_v4 import HIDDEN, OVERLAPPING, PLAIN, WINDOW, weights
 from storm import MAIN, MOST_LENGTH, MOST_REQUESTS, MOST_TOKENS
 from torch import Tensor
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from consistency import CELLS, Attempt, Cell, mla, table, v4
-from layers.test_v4 import OVERLAPPING, PLAIN, WINDOW
+from small_v4 import OVERLAPPING, PLAIN, WINDOW
 from torch import Tensor
 
 from tamis import LayerSpec, PagedCache

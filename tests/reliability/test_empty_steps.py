@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from layers.test_v4 import HIDDEN, OVERLAPPING, PLAIN, WINDOW, weights
 from reliability.test_layer_atomicity import HEADS, LATENT, PAGE, RECIPE, ROPE, SPEC, TOPK, V4_LAYOUT, V4_SIZES, D
+from small_v4 import HIDDEN, OVERLAPPING, PLAIN, WINDOW, caches_of, layer_of
 
 from tamis import (
     Batch,
@@ -16,12 +16,9 @@ from tamis import (
     PagePool,
     Planner,
     SparseMLA,
-    SparseV4,
-    V4Caches,
     V4Planner,
 )
-from tamis.cache.layout import index_fp8, named, rows
-from tamis.model.rope import Rope
+from tamis.cache.layout import index_fp8, named
 from tamis.ops import IndexInputs
 
 # New tokens of each request, their lengths, and rows of padding.
@@ -72,11 +69,8 @@ def test_sparse_v4(mode: str, spec: LayerSpec, step) -> None:
     planner = V4Planner([spec], Limits(80, 2, 80, 16, V4_SIZES), layout=V4_LAYOUT, mode=mode)
     pools = {name: PagePool(40, size) for name, size in V4_SIZES.items()}
     plan = plan_of(planner, step, other_pools=pools)
-    sizes = {"pages": 20, "window_pages": 40, "state_pages": 40, "page_size": 16, "window_page_size": 8}
-    state = {"state_page_size": V4_SIZES.get(f"state{spec.compress}", 4)}
-    keys = rows(torch.float32, latent=16, rope=0)
-    caches = V4Caches.allocate(spec, **sizes, **state, layout=V4_LAYOUT, index_layout=keys)
-    layer, hidden = SparseV4(spec, weights(spec.kind), Rope(8).cos_sin_table(80)), torch.randn(plan.step.rows, HIDDEN)
+    caches = caches_of(spec, V4_LAYOUT, state_page_size=V4_SIZES.get(f"state{spec.compress}", 4))
+    layer, hidden = layer_of(spec), torch.randn(plan.step.rows, HIDDEN)
     result = layer(hidden, caches, plan)
     assert result.shape == hidden.shape
     assert (result == 0).all()

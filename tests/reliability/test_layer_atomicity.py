@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from layers.test_v4 import HIDDEN, OVERLAPPING, PLAIN, WINDOW, weights
 from reliability.bad_values import Arguments, Case, faults
+from small_v4 import HIDDEN, OVERLAPPING, PLAIN, WINDOW, caches_of, weights
 
 from tamis import (
     Batch,
@@ -24,7 +24,7 @@ from tamis import (
     V4Planner,
     checks,
 )
-from tamis.cache.layout import index_fp8, named, rows
+from tamis.cache.layout import index_fp8, named
 from tamis.layers.mla_checks import MlaChecks
 from tamis.layers.v4_checks import V4Checks
 from tamis.layers.v4_gathered import attend_gathered
@@ -158,17 +158,7 @@ def v4(spec: LayerSpec, mode: str, what: str = "call") -> Case:
     planner = V4Planner([spec], Limits(80, 2, 80, 16, V4_SIZES), layout=V4_LAYOUT, mode=mode)
     pools = {name: PagePool(40, size) for name, size in V4_SIZES.items()}
     plan = planner.plan(Batch.build([1, 18], [7, 20], PagePool(20, 16), other_pools=pools))
-    held = V4Caches.allocate(
-        spec,
-        pages=20,
-        window_pages=40,
-        state_pages=40,
-        page_size=16,
-        window_page_size=8,
-        state_page_size=V4_SIZES.get(f"state{spec.compress}", 4),
-        layout=V4_LAYOUT,
-        index_layout=rows(torch.float32, latent=16, rope=0),
-    )
+    held = caches_of(spec, V4_LAYOUT, state_page_size=V4_SIZES.get(f"state{spec.compress}", 4))
     own = weights(spec.kind)
     given: Arguments = {f"caches.{name}": getattr(held, name) for name in CACHES if getattr(held, name) is not None}
     given |= {"hidden": torch.randn(19, HIDDEN), "plan": plan, "backend": "auto", "sink": own.sink}

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from layers.test_v4 import WINDOW as V4_WINDOW
-from layers.test_v4 import weights
+from small_v4 import WINDOW as V4_WINDOW
+from small_v4 import weights
 from torch._dynamo.testing import CompileCounter
 
 from tamis import Batch, LayerSpec, Limits, PagedCache, PagePool, Planner, Recording, SparseMLA, SparseV4, V4Caches

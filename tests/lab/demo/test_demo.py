@@ -1,6 +1,5 @@
 """The demonstration's serving loop, model and measurement."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,15 +14,6 @@ from tamis.lab.demo.serve import serve
 from tamis.lab.demo.shape import ModelShape, Workload
 from tamis.lab.testing.mla_probe import MLAProbe
 from tamis.ops.gather.operations import GatherKv, gather_kv
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Use one thread: tensors here are small, and waiting threads would spin while other tests run."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def run(*, layers: int = 2, heads: int = 4, topk: int = 16, yarn_factor: float = 1.0, **workload: Any) -> Served:

@@ -1,6 +1,5 @@
 """The V4 demonstration: windows and state use few pages, and errors are those of the format."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,15 +17,6 @@ from tamis.lab.demo.v4_server import V4Server
 from tamis.lab.testing.v4_probe import V4Probe
 
 SMALL = {"hidden": 64, "heads": 4, "q_lora": 32, "o_lora": 16, "window": 16, "plain": 32, "mlp": 64, "topk": 8}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Use one thread: tensors here are small, and waiting threads would spin while other tests run."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def workload(**changes: Any) -> Workload:
