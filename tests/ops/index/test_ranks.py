@@ -38,11 +38,10 @@ def test_a_rank_that_fails_makes_all_fail(ranks: list[dict[str, Any]], name: str
     size = len(ranks)
     *others, failed = (found["failures"][name] for found in ranks)
     assert failed[0].startswith(FAILURES[name])
-    for told, unwritten, seconds in others:
+    for told, unwritten in others:  # a rank that waits for the group's timeout is told something else
         prefix = f"RuntimeError: rank {size - 1} of {size} failed, so that no rank has a result: "
         assert told.startswith(prefix + FAILURES[name])
         assert unwritten
-        assert seconds < 10
     assert failed[1]
 
 
@@ -55,7 +54,7 @@ def test_calls_of_other_sizes_are_refused_on_all_ranks(ranks: list[dict[str, Any
 
 def test_ranks_are_in_step_after_failures(ranks: list[dict[str, Any]]) -> None:
     for found in ranks:
-        told, written, _ = found["failures"]["afterwards"]
+        told, written = found["failures"]["afterwards"]
         assert told == "nothing"
         assert written
 
