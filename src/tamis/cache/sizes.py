@@ -125,45 +125,54 @@ def layer_caches(
     checks.option("index", index, ("fp8", "mxfp4"))
     size = _PAGES["tokens" if spec.kind == "tokens" else "v4"] if page_size is None else page_size
     checks.integer("page_size", size, low=1)
-    v4, width, rope = spec.kind != "tokens", spec.latent_dim, spec.rope_dim
-    if cache != "fp8":
-        layout = rows(_DTYPES[cache], latent=width, rope=rope, name=f"{'v4' if v4 else 'v32'}-{cache}")
-    else:
-        layout = v4_fp8(latent=width, rope=rope) if v4 else v32_fp8(latent=width, rope=rope)
+    return (_token_caches if spec.kind == "tokens" else _v4_caches)(spec, _row_layout(spec, cache), index, size)
 
-    def keys(tokens: int) -> CachePart:
-        made = index_fp8(dim=spec.index_dim) if index == "fp8" else index_mxfp4(dim=spec.index_dim)
-        return CachePart("index keys", made, tokens, size)
 
-    if spec.kind == "tokens":
-        latent = () if spec.reuse_rows else (CachePart("latent rows", layout, 1, size),)
-        if spec.reuse_topk or not spec.index_dim:
-            return latent
-        if spec.kpool == 1:
-            return (*latent, keys(1))
-        if size % spec.kpool:
-            raise checks.refuse("page_size", f"a multiple of kpool={spec.kpool}", size)
-        single = compressor_state(dim=spec.index_dim, overlapping=False)
-        return (*latent, keys(spec.kpool), CachePart("index state", single, 1, STATE_PAGE_SIZES["plain"], spec.kpool))
+def _row_layout(spec: LayerSpec, cache: RowFormat) -> Layout:
+    v4, latent, rope = spec.kind != "tokens", spec.latent_dim, spec.rope_dim
+    if cache == "fp8":
+        return v4_fp8(latent=latent, rope=rope) if v4 else v32_fp8(latent=latent, rope=rope)
+    return rows(_DTYPES[cache], latent=latent, rope=rope, name=f"{'v4' if v4 else 'v32'}-{cache}")
+
+
+def _index_keys(spec: LayerSpec, index: IndexFormat, tokens: int, size: int) -> CachePart:
+    return CachePart("index keys", (index_fp8 if index == "fp8" else index_mxfp4)(dim=spec.index_dim), tokens, size)
+
+
+def _token_caches(spec: LayerSpec, layout: Layout, index: IndexFormat, size: int) -> tuple[CachePart, ...]:
+    latent = () if spec.reuse_rows else (CachePart("latent rows", layout, 1, size),)
+    if spec.reuse_topk or not spec.index_dim:
+        return latent
+    if size % spec.kpool:
+        raise checks.refuse("page_size", f"a multiple of kpool={spec.kpool}", size)
+    keys = _index_keys(spec, index, spec.kpool, size)
+    if spec.kpool == 1:
+        return (*latent, keys)
+    single = compressor_state(dim=spec.index_dim, overlapping=False)
+    return (*latent, keys, CachePart("index state", single, 1, STATE_PAGE_SIZES["plain"], spec.kpool))
+
+
+def _v4_caches(spec: LayerSpec, layout: Layout, index: IndexFormat, size: int) -> tuple[CachePart, ...]:
     assert spec.window is not None  # as LayerSpec has checked
     window = CachePart(f"window of {spec.window}", layout, 1, _WINDOW_PAGE, spec.window)
     if spec.kind == "window" or spec.reuse_entries:
         return (window,)
     if size % spec.compress:
         raise checks.refuse("page_size", f"a multiple of the ratio {spec.compress}", size)
+    parts = [window, CachePart(f"entries of {spec.compress} tokens", layout, spec.compress, size)]
     overlapping = spec.kind == "overlapping"
-    entries = CachePart(f"entries of {spec.compress} tokens", layout, spec.compress, size)
     span, page = spec.compress * (2 if overlapping else 1), STATE_PAGE_SIZES[spec.kind]
 
     def state(what: str, dim: int) -> CachePart:
         return CachePart(what, compressor_state(dim=dim, overlapping=overlapping), 1, page, span)
 
-    carried = state("compressor state", spec.head_dim)
-    if spec.kind == "indexed":  # an entry of one token needs no state
-        return (window, entries, keys(spec.compress), *((carried,) if spec.compress > 1 else ()))
-    if not overlapping:
-        return (window, entries, carried)
-    return (window, entries, keys(spec.compress), carried, state("index state", spec.index_dim))
+    if spec.kind != "plain":
+        parts.append(_index_keys(spec, index, spec.compress, size))
+    if spec.compress > 1 or spec.kind != "indexed":  # an entry of one token needs no state
+        parts.append(state("compressor state", spec.head_dim))
+    if overlapping:
+        parts.append(state("index state", spec.index_dim))
+    return tuple(parts)
 
 
 def cache_sizes(
