@@ -12,8 +12,8 @@ from tamis.cli.data import print_json, with_unit
 from tamis.cli.machine import check_backend, describe_machine, let_waiting_threads_sleep, machine_line, pick_device
 from tamis.cli.parser import FAILED, OK, Subcommands, add_command
 from tamis.cli.progress import Progress, waiting
-from tamis.cli.table import render_table
-from tamis.cli.text import one_line, printable
+from tamis.cli.table import print_notes, render_table
+from tamis.cli.text import printable
 from tamis.cli.values import names, shapes, whole, wholes
 from tamis.cli.verify import as_data, results_table
 
@@ -328,10 +328,7 @@ def _print_report(
         print(times_table(rows), end="\n\n")
     notes = [f"{row.peer or 'no peer'} on {row.stage} {row.shape}: {row.note}" for row in rows if row.note]
     notes += unsuited
-    notes += [f"peer {name} is absent: {reason}" for name, reason in absent.items()]
-    notes += [f"FAILED: {line}" for line in wrong]
-    for note in dict.fromkeys(notes):
-        print(one_line(note))
+    print_notes([*notes, *(f"peer {name} is absent: {reason}" for name, reason in absent.items())], wrong)
 
 
 def times_table(rows: "list[Row]") -> str:

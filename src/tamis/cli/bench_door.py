@@ -9,7 +9,7 @@ from tamis.cli.data import print_json, with_unit
 from tamis.cli.machine import describe_machine, machine_line, pick_device
 from tamis.cli.parser import FAILED, OK, Parser
 from tamis.cli.progress import Progress, waiting
-from tamis.cli.table import render_table
+from tamis.cli.table import print_notes, render_table
 from tamis.cli.text import one_line
 from tamis.cli.values import names, wholes
 
@@ -102,10 +102,7 @@ def run(options: argparse.Namespace) -> int:
     print(doors_table(rows), end="\n\n")
     notes = [f"{row.version} on {row.shape}, {row.heads} heads: {row.note}" for row in rows if row.note]
     notes += missing
-    notes += [f"peer {name} is absent: {reason}" for name, reason in absent.items()]
-    notes += [f"FAILED: {line}" for line in wrong]
-    for note in dict.fromkeys(notes):
-        print(one_line(note))
+    print_notes([*notes, *(f"peer {name} is absent: {reason}" for name, reason in absent.items())], wrong)
     return FAILED if wrong else OK
 
 

@@ -9,11 +9,11 @@ from tamis.cli.data import print_json
 from tamis.cli.machine import check_backend, describe_machine, machine_line, pick_device
 from tamis.cli.parser import FAILED, OK
 from tamis.cli.progress import Progress, waiting
-from tamis.cli.table import render_table
-from tamis.cli.text import one_line
+from tamis.cli.table import print_notes, render_table
 
 if TYPE_CHECKING:
-    from tamis.lab.bench.training import TrainRow
+    from tamis.lab.bench.record import CsvFile
+    from tamis.lab.bench.training import Shape, TrainBench, TrainRow
 
 SUITE = "train"
 REPEATS = {"cuda": 10, "cpu": 3}
@@ -51,7 +51,21 @@ def run(options: argparse.Namespace) -> int:
     machine = describe_machine(device)
     bench = TrainBench(device, options.backend, repeats, describe(device, machine["name"]), peer=not absent)
     shapes = default_shapes(options.heads, options.topk, tiny=device.type != "cuda")
-    cells = [(shape, stage) for shape in shapes for stage in STAGES]
+    rows, wrong = _measured(bench, [(shape, stage) for shape in shapes for stage in STAGES], file)
+    if options.json:
+        data = {"machine": machine, "absent": absent, "wrong": wrong, "rows": [asdict(row) for row in rows]}
+        print_json("bench", not wrong, data)
+        return FAILED if wrong else OK
+    print(machine_line(machine))
+    print(f"medians of {repeats} rounds, milliseconds per call\n")
+    print(train_table(rows), end="\n\n")
+    print_notes([f"TileLang is absent: {absent}"] if absent else [], wrong)
+    return FAILED if wrong else OK
+
+
+def _measured(
+    bench: "TrainBench", cells: "Sequence[tuple[Shape, str]]", file: "CsvFile | None"
+) -> "tuple[list[TrainRow], list[str]]":
     rows: list[TrainRow] = []
     wrong: list[str] = []
     with Progress("cells", "measuring") as progress:
@@ -62,17 +76,7 @@ def run(options: argparse.Namespace) -> int:
             if file is not None and found:
                 file.add(found)
             progress.update(number + 1, len(cells))
-    if options.json:
-        data = {"machine": machine, "absent": absent, "wrong": wrong, "rows": [asdict(row) for row in rows]}
-        print_json("bench", not wrong, data)
-        return FAILED if wrong else OK
-    print(machine_line(machine))
-    print(f"medians of {repeats} rounds, milliseconds per call\n")
-    print(train_table(rows), end="\n\n")
-    notes = [f"TileLang is absent: {absent}"] if absent else []
-    for note in [*notes, *(f"FAILED: {line}" for line in wrong)]:
-        print(one_line(note))
-    return FAILED if wrong else OK
+    return rows, wrong
 
 
 def train_table(rows: "Sequence[TrainRow]") -> str:

@@ -107,15 +107,13 @@ def run(options: argparse.Namespace) -> int:
     """Inspect, and print the tables or the JSON object."""
     check_model_options(options)
     text = _given_text(options)
-    if options.html is not None and (options.html.is_dir() or not options.html.parent.is_dir()):
-        raise ValueError(f"--html must be a file in an existing folder, got {options.html}; choose another place")
+    _check_page(options.html)
     let_waiting_threads_sleep()
     device = pick_device(options.device)
     check_backend(options.backend, device)
     model, tokenizer, source = load_model(options, device)
     from tamis import checks
-    from tamis.lab.html import write_whole
-    from tamis.lab.inspection import inspect_model, render_page
+    from tamis.lab.inspection import inspect_model
 
     question = None if text is not None else synthetic_question(options, TOKENS)
     ids = options.prompt_ids if question is None else question.prompt
@@ -139,28 +137,47 @@ def run(options: argparse.Namespace) -> int:
     machine = describe_machine(device)
     parameters = _parameters(model, options, machine, source)
     if options.html is not None:
-        with waiting("writing the page"):
-            page = render_page(
-                inspection,
-                title=f"{parameters['model']}{', trained by tamis train-demo' if is_trained(options) else ''}",
-                text=shown,
-                parameters=parameters | {"parameters": f"{parameters['parameters']:,}"},
-                random_weights=source is None and not is_trained(options),
-            )
-            write_whole(options.html, page)
+        _write_page(options, inspection, shown, parameters, random_weights=source is None and not is_trained(options))
     if options.json:
         data = _as_data(inspection, chosen, shown, parameters, machine)
         data |= {"checkpoint": None if source is None else source.given}
         data |= {"revision": None if source is None else source.revision}
         print_json("inspect", True, data | {"html": None if options.html is None else str(options.html)})
-    else:
-        print(machine_line(machine))
-        if source is not None:
-            print(f"checkpoint: {printable(source)}")
-        print(f"\n{_report(inspection, chosen, shown)}")
-        if options.html is not None:
-            print(f"\nreport: {printable(options.html)}")
+        return OK
+    print(machine_line(machine))
+    if source is not None:
+        print(f"checkpoint: {printable(source)}")
+    print(f"\n{_report(inspection, chosen, shown)}")
+    if options.html is not None:
+        print(f"\nreport: {printable(options.html)}")
     return OK
+
+
+def _check_page(path: Path | None) -> None:
+    if path is not None and (path.is_dir() or not path.parent.is_dir()):
+        raise ValueError(f"--html must be a file in an existing folder, got {path}; choose another place")
+
+
+def _write_page(
+    options: argparse.Namespace,
+    inspection: "Inspection",
+    text: Callable[[int], str],
+    parameters: dict[str, Any],
+    *,
+    random_weights: bool,
+) -> None:
+    from tamis.lab.html import write_whole
+    from tamis.lab.inspection import render_page
+
+    with waiting("writing the page"):
+        page = render_page(
+            inspection,
+            title=f"{parameters['model']}{', trained by tamis train-demo' if is_trained(options) else ''}",
+            text=text,
+            parameters=parameters | {"parameters": f"{parameters['parameters']:,}"},
+            random_weights=random_weights,
+        )
+        write_whole(options.html, page)
 
 
 def recurring_prompt(vocab: int, count: int, seed: int) -> list[int]:

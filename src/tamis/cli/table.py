@@ -1,4 +1,4 @@
-"""Tables of results on stdout, drawn by rich.
+"""Tables of results on stdout, drawn by rich, and the notes below them.
 
 On a terminal a table takes the terminal's width and its colours: columns of text wrap, and columns of numbers never do.
 In a pipe or a file it is plain text of its natural width, one line per row, whatever COLUMNS says.
@@ -7,7 +7,7 @@ In a pipe or a file it is plain text of its natural width, one line per row, wha
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from tamis.cli.text import printable
+from tamis.cli.text import one_line, printable
 
 if TYPE_CHECKING:
     from rich.box import Box
@@ -47,6 +47,12 @@ def render_table(header: Sequence[str], rows: Sequence[Sequence[object]], align:
     with console.capture() as captured:
         console.print(table)
     return "\n".join(line.rstrip() for line in captured.get().splitlines())
+
+
+def print_notes(notes: Sequence[str], wrong: Sequence[str]) -> None:
+    """What stands below the table of a benchmark: notes and failed checks, each on one line and once."""
+    for note in dict.fromkeys([*notes, *(f"FAILED: {line}" for line in wrong)]):
+        print(one_line(note))
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[object]], align: str) -> "Table":

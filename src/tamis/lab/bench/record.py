@@ -36,8 +36,8 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Row:
-    """One measurement, compared with at most one peer. Fields without a value are empty."""
+class MachineRow:
+    """The first columns of every result row: when and on which machine it was measured."""
 
     time: str
     gpu: str
@@ -46,6 +46,12 @@ class Row:
     triton: str
     tamis: str
     commit: str
+
+
+@dataclass(frozen=True)
+class Row(MachineRow):
+    """One measurement, compared with at most one peer. Fields without a value are empty."""
+
     backend: str
     suite: str
     stage: str

@@ -2,7 +2,7 @@
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property, partial
 from importlib.metadata import PackageNotFoundError, version
 from math import inf
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tamis.backends import backend_for_stage
 from tamis.cache.selection import Rows
-from tamis.lab.bench.record import Machine, timestamp
+from tamis.lab.bench.record import Machine, MachineRow, timestamp
 from tamis.lab.bench.timing import Spread, time_in_turn
 from tamis.ops.attention import gradients as exact_attention
 from tamis.ops.attention.row_operations import (
@@ -59,16 +59,9 @@ def default_shapes(heads: list[int], topks: list[int], *, tiny: bool) -> list[Sh
 
 
 @dataclass(frozen=True)
-class TrainRow:
+class TrainRow(MachineRow):
     """One measurement. Fields without a value are empty."""
 
-    time: str
-    gpu: str
-    driver: str
-    torch: str
-    triton: str
-    tamis: str
-    commit: str
     stage: str
     """What was timed: see `STAGES`."""
     version: str
@@ -267,15 +260,9 @@ class TrainBench:
         peak: float | None,
         ratio: float | None,
     ) -> TrainRow:
-        machine = self.machine
         return TrainRow(
             time=timestamp(),
-            gpu=machine.gpu,
-            driver=machine.driver,
-            torch=machine.torch,
-            triton=machine.triton,
-            tamis=machine.tamis,
-            commit=machine.commit,
+            **asdict(self.machine),
             stage=stage,
             version=name,
             build=build,

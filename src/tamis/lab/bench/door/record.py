@@ -4,18 +4,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
+from tamis.lab.bench.record import MachineRow
+
 
 @dataclass(frozen=True)
-class DoorRow:
+class DoorRow(MachineRow):
     """The times of one version of a function on one cell. Fields without a value are empty."""
 
-    time: str
-    gpu: str
-    driver: str
-    torch: str
-    triton: str
-    tamis: str
-    commit: str
     cpu: str
     """The processor, on which the times of the host depend."""
     door: str
