@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tamis import checks
 from tamis.cache.selection import Rows
-from tamis.ops.attention import MAX_HEADS, row_operations
+from tamis.ops.attention import MAX_HEADS, check_columns, row_operations
 from tamis.ops.attention.operations import accumulator
 from tamis.ops.attention.row_operations import AttendRows, IndexTarget
 from tamis.ops.combine import Attended
@@ -131,13 +131,7 @@ def check_rows(q: Tensor, selections: list[Rows]) -> None:
         remedy = "rows are as wide as q"
         checks.tensor(f"{name}.rows", selection.rows, "N D", DTYPES, D=sizes["D"], device=device, remedy=remedy)
         same_dtype("q", q, **{f"{name}.rows": selection.rows})
-        remedy = "pass one row of slots per query token"
-        columns = checks.tensor(
-            f"{name}.slots", selection.slots, "T K", (torch.int32,), T=tokens, device=device, remedy=remedy
-        )["K"]
-        if selection.lengths is not None:
-            checks.tensor(f"{name}.lengths", selection.lengths, "T", (torch.int32,), T=tokens, device=device)
-            checks.values_between(f"{name}.lengths", selection.lengths, 0, columns, "a length counts columns of slots")
+        check_columns(name, selection.slots, selection.lengths, tokens, device)
 
 
 def _as_list(selections: Rows | Sequence[Rows]) -> list[Rows]:

@@ -267,14 +267,17 @@ def _check_selection(name: str, selection: Selection, tokens: int, width: int, d
         raise checks.refuse(f"{name}.cache", f"{width} wide", cache.layout.width, "all caches share q's width")
     if cache.device != device:
         raise checks.refuse(f"{name}.cache", f"on {device} like q", cache.device, "keep both on one device")
-    remedy = "pass one row of slots per query token"
-    columns = checks.tensor(
-        f"{name}.slots", selection.slots, "T K", (torch.int32,), T=tokens, device=device, remedy=remedy
-    )["K"]
-    if selection.lengths is not None:
-        checks.tensor(f"{name}.lengths", selection.lengths, "T", (torch.int32,), T=tokens, device=device)
-        checks.values_between(f"{name}.lengths", selection.lengths, 0, columns, "a length counts columns of slots")
+    check_columns(name, selection.slots, selection.lengths, tokens, device)
     _check_positions(name, selection, tokens, device)
+
+
+def check_columns(name: str, slots: Tensor, lengths: Tensor | None, tokens: int, device: torch.device) -> None:
+    """Refuse slots and lengths of a selection, called `name`, that are not those of so many query tokens."""
+    remedy = "pass one row of slots per query token"
+    sizes = checks.tensor(f"{name}.slots", slots, "T K", (torch.int32,), T=tokens, device=device, remedy=remedy)
+    if lengths is not None:
+        checks.tensor(f"{name}.lengths", lengths, "T", (torch.int32,), T=tokens, device=device)
+        checks.values_between(f"{name}.lengths", lengths, 0, sizes["K"], "a length counts columns of slots")
 
 
 def _check_positions(name: str, selection: Selection, tokens: int, device: torch.device) -> None:

@@ -10,7 +10,7 @@ from tamis.cache.codec import decode_e2m1, encode_rows
 from tamis.cache.fields import Rounding
 from tamis.cache.layout import index_mxfp4
 from tamis.model.recipe import IndexRecipe
-from tamis.ops.index.prepare import rotate_index
+from tamis.ops.index.prepare import factor_of_weights, rotate_index
 
 _TILE = 32
 """Values per scale."""
@@ -51,12 +51,8 @@ def pack_index_query(
     sizes = checks.tensor("q", q, "T H D", checks.FLOATS)
     total, heads, dim = sizes["T"], sizes["H"], sizes["D"]
     checks.tensor("weights", weights, "T H", checks.FLOATS, T=total, H=heads, device=q.device)
-    if heads == 0 or dim == 0 or dim % _TILE:
-        raise checks.refuse(
-            "q", f"of at least one head, a multiple of {_TILE} wide", list(q.shape), "index keys have such a width"
-        )
+    constant = factor_of_weights(q, scale, multiple=_TILE)
     layout = index_mxfp4(dim=dim, rounding=rounding)
-    constant = (heads * dim) ** -0.5 if scale is None else checks.positive_number("scale", scale)
     rotated = rotate_index(q, recipe, positions=positions, cos_sin=cos_sin)
     values, scales, _ = encode_rows(rotated.reshape(-1, dim), layout)
     assert scales is not None

@@ -70,16 +70,20 @@ def quantise_index_query(
     """
     sizes = checks.tensor("q", q, "T H D", checks.FLOATS)
     checks.option("scale_mode", scale_mode, ("pow2", "exact"))
-    heads, dim = sizes["H"], sizes["D"]
-    if heads == 0 or dim == 0 or dim % 4:
-        raise checks.refuse(
-            "q", "of at least one head, a multiple of 4 wide", list(q.shape), "index keys have such a width"
-        )
-    layout = replace(index_fp8(dim=dim, rounding=rounding), scale_mode=scale_mode)
-    constant = (heads * dim) ** -0.5 if scale is None else checks.positive_number("scale", scale)
+    constant = factor_of_weights(q, scale, multiple=4)
+    layout = replace(index_fp8(dim=sizes["D"], rounding=rounding), scale_mode=scale_mode)
     call = QuantiseIndexQuery(q, weights, positions, cos_sin, recipe, layout, constant, backend)
     check_quantise_index_query(call)
     return operations.quantise_index_query(call)
+
+
+def factor_of_weights(q: Tensor, scale: float | None, *, multiple: int) -> float:
+    """The constant factor of the weights of queries [T, H, D], `scale` if given; D must be a multiple of `multiple`."""
+    _, heads, dim = q.shape
+    if heads == 0 or dim == 0 or dim % multiple:
+        expected = f"of at least one head, a multiple of {multiple} wide"
+        raise checks.refuse("q", expected, list(q.shape), "index keys have such a width")
+    return (heads * dim) ** -0.5 if scale is None else checks.positive_number("scale", scale)
 
 
 def check_quantise_index_query(call: QuantiseIndexQuery) -> None:
