@@ -245,24 +245,11 @@ class SparseMetadataBuilder:
         # Adaptive verification drops drafts on the device, so that the host does not know which tokens are whose.
         self.device_lengths = bool(getattr(drafts, "enable_adaptive_verification", False))
         self.ranks = Ranks.read(vllm_config.parallel_config)
-        ranks = self.ranks.decode
         # Parts of prompts are prefills on every rank, however short, because ranks must agree about it.
         self.treat_short_extends_as_decodes = self.treat_short_extends_as_decodes and self.ranks.prefill == 1
         cache_dtype = vllm_config.cache_config.cache_dtype
         self.use_fp8_kv_cache = cache_dtype == "fp8_ds_mla"
-        if ranks > 1 and mode == "separate":
-            raise checks.refuse(
-                "mode", "'mixed' under decode context parallelism", repr(mode), "a rank has no whole request to gather"
-            )
-        if self.device_lengths and mode == "separate":
-            remedy = "the host does not know which tokens to gather for"
-            raise checks.refuse("mode", "'mixed' with adaptive verification", repr(mode), remedy)
-        if self.device_lengths and self.ranks.gather_prefills:
-            expected = "off where ranks divide prompts and share rows (PCP with DCP)"
-            remedy = "the host does not know which tokens to gather for"
-            raise checks.refuse("enable_adaptive_verification", expected, True, remedy)
-        if mode == "auto" and (ranks > 1 or self.device_lengths or not self.use_fp8_kv_cache):
-            mode = "mixed"
+        mode = self._possible(mode)
         dims = self.mla_dims
         self.spec = LayerSpec(
             # Under context parallelism each rank attends for the heads of several ranks.
@@ -282,6 +269,21 @@ class SparseMetadataBuilder:
         self._fp8 = FP8KernelMetadata.of(self.limits, self.device) if self.use_fp8_kv_cache else None
         self._fp8_mixed = None if self._fp8 is None else self._fp8.rows(1)
         self.reorder_batch_threshold = self.limits.threshold
+
+    def _possible(self, mode: Mode) -> Mode:
+        """The mode for these ranks and this cache: "mixed" in place of "auto" where no other is possible."""
+        ranks, remedy = self.ranks.decode, "the host does not know which tokens to gather for"
+        if ranks > 1 and mode == "separate":
+            expected = "'mixed' under decode context parallelism"
+            raise checks.refuse("mode", expected, repr(mode), "a rank has no whole request to gather")
+        if self.device_lengths and mode == "separate":
+            raise checks.refuse("mode", "'mixed' with adaptive verification", repr(mode), remedy)
+        if self.device_lengths and self.ranks.gather_prefills:
+            expected = "off where ranks divide prompts and share rows (PCP with DCP)"
+            raise checks.refuse("enable_adaptive_verification", expected, True, remedy)
+        if mode == "auto" and (ranks > 1 or self.device_lengths or not self.use_fp8_kv_cache):
+            return "mixed"
+        return mode
 
     def _limits(self, workspace_rows: int | None) -> Limits:
         config, alone = self.vllm_config, self.ranks.prefill == 1
