@@ -38,16 +38,14 @@ def part_count(sms: int, heads: int, query_tokens: int = 1, *, capability_major:
     return max(1, sms // query_tokens // groups)
 
 
-def schedule_splits(
-    columns: Sequence[int] | NDArray[np.int32], parts: int, *, overhead: int = 5, block: int = BLOCK
-) -> SplitSchedule:
+def schedule_splits(columns: Sequence[int] | NDArray[np.int32], parts: int, *, overhead: int = 5) -> SplitSchedule:
     """Spread requests with these numbers of selected columns over `parts` SM parts.
 
     Starting or finishing a request costs about as much as `overhead` blocks, so every part gets the same sum of blocks
     and overheads. A request without columns counts as one block.
     """
     checks.integer("parts", parts, low=1)
-    blocks = np.maximum(1, ceil_div(np.asarray(columns, np.int64), block))
+    blocks = np.maximum(1, ceil_div(np.asarray(columns, np.int64), BLOCK))
     ends = np.cumsum(blocks + overhead)
     requests = len(blocks)
     payload = ceil_div(int(ends[-1] if requests else 0), parts) + overhead

@@ -1,6 +1,6 @@
 """The bytes that each stage must move, its arithmetic, and the shortest time that a machine needs for them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from time import perf_counter
@@ -39,6 +39,8 @@ class Ceiling:
         return max(moving, computing)
 
 
+_SPAN = 8
+"""Tokens that one entry of a C4A layer is made of."""
 MEASURED = {"H200": (4.3e12, 790e12)}
 """Copy bandwidth and bf16 matrix product rate measured on a GPU whose name contains the key."""
 
@@ -84,7 +86,7 @@ def translate_cost(tokens: int, topk: int, pages: int) -> Cost:
 
 
 def compress_cost(
-    tokens: int, entries: int, heads: int, layout: Layout, index: Layout, index_heads: int, q_rank: int, span: int = 8
+    tokens: int, entries: int, heads: int, layout: Layout, index: Layout, index_heads: int, q_rank: int
 ) -> Cost:
     """Cost of a C4A layer's small launches: the compressed query, queries, index queries and outputs in and out in
     bf16, raw rows, float32 values and scores of two compressors into their state, and the spans and entries of the
@@ -95,7 +97,7 @@ def compress_cost(
     total += tokens * (layout.width * 2 + layout.row_bytes)
     for one in (layout, index):
         total += tokens * 2 * (2 * one.width) * 4 * 2
-        total += entries * (2 * span * one.width * 4 + one.row_bytes)
+        total += entries * (2 * _SPAN * one.width * 4 + one.row_bytes)
     return Cost(total)
 
 
@@ -152,15 +154,15 @@ def _copy_rate(device: torch.device, size: int) -> float:
     return 2 * size / _median_seconds(lambda: target.copy_(source), device)
 
 
-def _product_rate(device: torch.device, size: int = 8192) -> float:
+def _product_rate(device: torch.device) -> float:
+    size = 8192
     left = torch.randn(size, size, device=device, dtype=torch.bfloat16)
     return 2 * size**3 / _median_seconds(lambda: left @ left, device)
 
 
-def _median_seconds(call: object, device: torch.device, repeats: int = 9) -> float:
-    assert callable(call)
+def _median_seconds(call: Callable[[], object], device: torch.device) -> float:
     times = []
-    for _ in range(repeats + 2):
+    for _ in range(2 + 9):
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         start = perf_counter()
@@ -168,4 +170,4 @@ def _median_seconds(call: object, device: torch.device, repeats: int = 9) -> flo
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         times.append(perf_counter() - start)
-    return median(times[2:])
+    return median(times[2:])  # the first two warm the device up

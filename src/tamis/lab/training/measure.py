@@ -23,22 +23,20 @@ def right_answers(
     model: Any,
     *,
     tokens: int,
-    prompts: int = 1,
     cache: CacheKind = "fp8",
     selecting: Selecting = "indexer",
     seed: int = 0,
 ) -> float:
-    """The share of right answers to questions at the end of prompts whose answers stand in the first quarter.
+    """The share of right answers to questions at the end of a prompt whose answers stand in its first quarter.
 
     Args:
         model: one that is not attached.
-        tokens: the length of the prompts.
-        prompts: how many; each has a question for every eighth token, at most 96.
+        tokens: the length of the prompt, which has a question for every eighth token, at most 96.
         cache: the format of the cache.
         selecting: who selects the tokens to attend to: the model's indexers, or nobody ("random").
-        seed: of the prompts.
+        seed: of the prompt.
     """
-    batch = make_batch(torch.Generator("cpu").manual_seed(seed), prompts, tokens, far=True, room=demo_of(model).room)
+    batch = make_batch(torch.Generator("cpu").manual_seed(seed), 1, tokens, far=True, room=demo_of(model).room)
     draws = torch.Generator("cpu").manual_seed(seed)
     model.eval()
     attach(model, cache=cache, wrap_layer=lambda _, layer: _at_random(layer, draws) if selecting == "random" else layer)
@@ -50,13 +48,11 @@ def right_answers(
     return float(batch.right(logits).float().mean())
 
 
-def attention_recall(
-    model: Any, *, tokens: int, cache: CacheKind = "fp8", compared: int = 2048, seed: int = 0
-) -> list[float]:
+def attention_recall(model: Any, *, tokens: int, compared: int = 2048, seed: int = 0) -> list[float]:
     """The share of dense attention's weight that each layer with an indexer selects, as `tamis inspect` computes it."""
     batch = make_batch(torch.Generator("cpu").manual_seed(seed), 1, tokens, room=demo_of(model).room)
     model.eval()
-    inspection = inspect_model(model, batch.tokens[0].tolist(), cache=cache, compared_queries=compared)
+    inspection = inspect_model(model, batch.tokens[0].tolist(), cache="fp8", compared_queries=compared)
     return [layer["recall"] for layer in describe_layers(inspection) if "recall" in layer]
 
 

@@ -1,5 +1,6 @@
 """The figure of rooflines: achieved rates under a machine's limits, and each measurement's share of its own limit."""
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -96,11 +97,12 @@ def _points(ax: Any, computing: list[Row], palette: Palette, tips: Tips) -> None
 
 
 def _shares(rows: list[Row], stages: list[str], ax: Any, palette: Palette, tips: Tips) -> None:
+    count, drawn = Counter(row.stage for row in rows), Counter[str]()
     for row in rows:
-        share = row.of_roofline
-        same = [other for other in rows if other.stage == row.stage]
+        share, same = row.of_roofline, count[row.stage]
         # Points of one stage are spread vertically, so that none hides another.
-        offset = (same.index(row) - (len(same) - 1) / 2) * min(0.09, 0.6 / max(1, len(same)))
+        offset = (drawn[row.stage] - (same - 1) / 2) * min(0.09, 0.6 / same)
+        drawn[row.stage] += 1
         gid = tips.add(f"{describe(row)}: {row.median_us:.1f} µs, limit {row.roofline_us:.1f} µs, {share:.0%}")
         where = stages.index(row.stage) + offset
         ax.scatter([100 * share], [where], s=22, color=palette.series[0], edgecolor=palette.card, lw=0.6, gid=gid)
