@@ -58,21 +58,8 @@ constexpr u32 CHUNK_BYTES = CHUNK * 128, QUERY_BUFFER = COLUMNS * 128;
 constexpr u32 QUERIES = 0;                                       // [BUFFERS][COLUMNS][128 bytes], swizzled
 constexpr u32 KEY_RING = QUERIES + BUFFERS * QUERY_BUFFER;       // [STAGES][BLOCK][128 bytes], swizzled
 constexpr u32 SCALE_RING = KEY_RING + STAGES * KEYS_OF_A_STAGE;  // [STAGES][BLOCK] floats
-constexpr u32 WEIGHTS = SCALE_RING + STAGES * SCALES_OF_A_STAGE; // [BUFFERS][COLUMNS / 16][4 lanes][4] floats
-constexpr u32 BOUNDS = WEIGHTS + BUFFERS * COLUMNS * 4;          // [BUFFERS][BOUNDED][2] first and last key of each token
-constexpr u32 PARTS = BOUNDS + BUFFERS * BOUNDED * 8;            // [BUFFERS] Part
-constexpr u32 PRESENT = PARTS + BUFFERS * sizeof(Part);          // [STAGES] a bit for each 16 keys that exist
-constexpr u32 COSTS = PRESENT + (STAGES + 3) / 4 * 16;           // [MOST_GROUPS + 1] costs of the groups before
-constexpr u32 WARP_COSTS = COSTS + (MOST_GROUPS + 4) * 4;        // [32] costs of the groups of each warp
-constexpr u32 FULL = WARP_COSTS + 128;                           // [STAGES] mbarriers, as all that follow
-constexpr u32 EMPTY = FULL + STAGES * 8;
-constexpr u32 QUERIES_FULL = EMPTY + STAGES * 8;                 // [BUFFERS]
-constexpr u32 QUERIES_EMPTY = QUERIES_FULL + BUFFERS * 8;
-constexpr u32 USED = QUERIES_EMPTY + BUFFERS * 8;
-static_assert(USED <= SHARED_BYTES && FULL % 8 == 0 && KEY_RING % 1024 == 0, "shared memory is too small or not aligned");
-static_assert(STAGES % CONSUMERS == 0, "each consumer has its own stages");
-// A CTA has the registers that it is launched with, as many for every thread. More than these would be waited for in vain.
-static_assert(PRODUCE_REGISTERS + CONSUMERS * SCORE_REGISTERS <= THREADS / 128 * (65536 / THREADS / 8 * 8), "too many registers");
+constexpr u32 WEIGHTS = SCALE_RING + STAGES * SCALES_OF_A_STAGE; // where what `score_parts.cuh` lays out begins
+static_assert(KEY_RING % 1024 == 0, "the swizzled keys are not aligned");
 
 #include "score_parts.cuh"
 

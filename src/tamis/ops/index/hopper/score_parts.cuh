@@ -1,7 +1,24 @@
 // What the scorers share: how work is divided, tokens into tiles and the tiles' blocks of keys among the CTAs; pages, parts and
-// weights. Included after the constants of the kernel and its `block_cost`.
+// weights. Included after the constants of the kernel, its `block_cost`, and its part of shared memory up to WEIGHTS.
 #pragma once
 #include "warp_sums.cuh"
+
+// ---- Shared memory from WEIGHTS: [BUFFERS][COLUMNS / 16][4 lanes][4] floats
+
+constexpr u32 BOUNDS = WEIGHTS + BUFFERS * COLUMNS * 4;          // [BUFFERS][BOUNDED][2] first and last key of each token
+constexpr u32 PARTS = BOUNDS + BUFFERS * BOUNDED * 8;            // [BUFFERS] Part
+constexpr u32 PRESENT = PARTS + BUFFERS * sizeof(Part);          // [STAGES] a bit for each 16 keys that exist
+constexpr u32 COSTS = PRESENT + (STAGES + 3) / 4 * 16;           // [MOST_GROUPS + 1] costs of the groups before
+constexpr u32 WARP_COSTS = COSTS + (MOST_GROUPS + 4) * 4;        // [32] costs of the groups of each warp
+constexpr u32 FULL = WARP_COSTS + 128;                           // [STAGES] mbarriers, as all that follow
+constexpr u32 EMPTY = FULL + STAGES * 8;
+constexpr u32 QUERIES_FULL = EMPTY + STAGES * 8;                 // [BUFFERS]
+constexpr u32 QUERIES_EMPTY = QUERIES_FULL + BUFFERS * 8;
+constexpr u32 USED = QUERIES_EMPTY + BUFFERS * 8;
+static_assert(USED <= SHARED_BYTES && FULL % 8 == 0, "shared memory is too small or not aligned");
+static_assert(STAGES % CONSUMERS == 0, "each consumer has its own stages");
+// A CTA has the registers that it is launched with, as many for every thread. More than these would be waited for in vain.
+static_assert(PRODUCE_REGISTERS + CONSUMERS * SCORE_REGISTERS <= THREADS / 128 * (65536 / THREADS / 8 * 8), "too many registers");
 
 // ---- Tiles
 

@@ -51,21 +51,8 @@ constexpr int BUFFERS = COLUMNS == 512 ? 1 : 2;  // two buffers of as many queri
 constexpr u32 STAGE_BYTES = BLOCK * (KEY_BYTES + SCALE_BYTES);
 constexpr u32 QUERIES = 0;                                       // [BUFFERS][MOST_CHUNKS][K_TILES][CHUNK][128 bytes]
 constexpr u32 RING = QUERIES + BUFFERS * QUERY_BUFFER;           // [STAGES] keys, then scales
-constexpr u32 WEIGHTS = RING + STAGES * STAGE_BYTES;             // [BUFFERS][COLUMNS / 16][4 lanes][4] floats
-constexpr u32 BOUNDS = WEIGHTS + BUFFERS * COLUMNS * 4;          // [BUFFERS][BOUNDED][2] first and last key of each token
-constexpr u32 PARTS = BOUNDS + BUFFERS * BOUNDED * 8;            // [BUFFERS] Part
-constexpr u32 PRESENT = PARTS + BUFFERS * sizeof(Part);          // [STAGES] a bit for each 16 keys that exist
-constexpr u32 COSTS = PRESENT + (STAGES + 3) / 4 * 16;           // [MOST_GROUPS + 1] costs of the groups before
-constexpr u32 WARP_COSTS = COSTS + (MOST_GROUPS + 4) * 4;        // [32] costs of the groups of each warp
-constexpr u32 FULL = WARP_COSTS + 128;                           // [STAGES] mbarriers, as all that follow
-constexpr u32 EMPTY = FULL + STAGES * 8;
-constexpr u32 QUERIES_FULL = EMPTY + STAGES * 8;                 // [BUFFERS]
-constexpr u32 QUERIES_EMPTY = QUERIES_FULL + BUFFERS * 8;
-constexpr u32 USED = QUERIES_EMPTY + BUFFERS * 8;
-static_assert(USED <= SHARED_BYTES && FULL % 8 == 0 && STAGE_BYTES % 16 == 0, "shared memory is too small or not aligned");
-static_assert(STAGES % CONSUMERS == 0, "each consumer has its own stages");
-// A CTA has the registers that it is launched with, as many for every thread. More than these would be waited for in vain.
-static_assert(PRODUCE_REGISTERS + CONSUMERS * SCORE_REGISTERS <= THREADS / 128 * (65536 / THREADS / 8 * 8), "too many registers");
+constexpr u32 WEIGHTS = RING + STAGES * STAGE_BYTES;             // where what `score_parts.cuh` lays out begins
+static_assert(STAGE_BYTES % 16 == 0, "a stage is not aligned for bulk copies");
 
 // What a block costs, relative to one that reads keys for a few tokens only, which takes as long as its product for half a tile.
 __device__ __forceinline__ u32 block_cost(int tokens) { return tokens > TILE / 2 ? 2 : 1; }
