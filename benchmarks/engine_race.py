@@ -9,6 +9,7 @@ The cores of a shared host differ in speed by up to 1.7, and small models are bo
 same few cores in a turn, each alone, and other ones in the next turn.
 """
 
+import argparse
 import fcntl
 import json
 import os
@@ -27,6 +28,32 @@ BATCHES = {"eager": 1, "graph": 3}
 """How many batches an engine generates in a turn, of which the median counts: those with graphs are short."""
 CORES = 4
 """How many cores an engine has to itself in its turn."""
+
+
+def engine_parser(
+    description: str | None, *, results: str, limit: float, rounds: int | None = None, serves: bool = True
+) -> argparse.ArgumentParser:
+    """The options that benchmarks of engines have in common.
+
+    Args:
+        description: what the benchmark says about itself.
+        results: the folder of `benchmarks/results` that its tables are in.
+        limit: seconds after which engines are stopped.
+        rounds: timed turns of each engine; None where there are no turns.
+        serves: whether the processes of the race run the same script, and learn from it what to serve.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    out = Path("benchmarks/results") / results
+    parser.add_argument("--out", type=Path, default=out, help="folder for the tables")
+    parser.add_argument("--logs", type=Path, help="folder for the engines' logs and tokens")
+    if rounds is not None:
+        described = "timed turns of each engine; the median counts"
+        parser.add_argument("--rounds", type=int, default=rounds, help=described)
+    parser.add_argument("--limit", type=float, default=limit, help="seconds after which running engines are stopped")
+    if serves:
+        parser.add_argument("--serve", help=argparse.SUPPRESS)
+        parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    return parser
 
 
 @dataclass(frozen=True)

@@ -92,13 +92,11 @@ def turns_taken(results: Iterable[Result | None], key: str = "seconds") -> float
     return float(min(known)) if known and len(known) == len(counts) else None
 
 
-def equal_share(
-    left: Result | None, right: Result | None, left_key: str = "tokens", right_key: str = "tokens"
-) -> float | None:
+def equal_share(left: Result | None, right: Result | None, left_key: str = "tokens") -> float | None:
     """The share of positions at which two runs chose the same token."""
     if left is None or right is None:
         return None
-    rows = zip(left[left_key], right[right_key], strict=True)
+    rows = zip(left[left_key], right["tokens"], strict=True)
     pairs = [pair for a, b in rows for pair in zip(a, b, strict=True)]
     return float(sum(a == b for a, b in pairs)) / len(pairs)
 

@@ -11,7 +11,6 @@ Engines compile kernels for minutes when they start, and hardly use the GPU. Wit
 done in that time, and the turns begin afterwards.
 """
 
-import argparse
 import re
 import sys
 import tempfile
@@ -22,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from engine_race import Process, Race, median_batch, take_turns, write_result
+from engine_race import Process, Race, engine_parser, median_batch, take_turns, write_result
 from engine_results import (
     TURNS,
     Condition,
@@ -181,17 +180,11 @@ def rows(results: dict[str, dict[str, Any]], about: dict[str, str]) -> list[dict
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = engine_parser(__doc__, results="sglang", limit=330.0, rounds=TURNS)
     parser.add_argument("--model", type=Path, required=True, help="folder with the tiny model's config and tokenizer")
     parser.add_argument("--archive", type=Path, help="what sglang_pack.py wrote; by default SGLang must be installed")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/sglang"), help="folder for the table")
-    parser.add_argument("--logs", type=Path, help="folder for the engines' logs and tokens")
-    parser.add_argument("--rounds", type=int, default=TURNS, help="timed turns of each engine; the median counts")
-    parser.add_argument("--limit", type=float, default=330.0, help="seconds after which running engines are stopped")
     parser.add_argument("--kit", action="store_true", help="run SGLang's kit and time decode steps meanwhile")
     parser.add_argument("--only", nargs="*", choices=ENGINES, help="run these engines only")
-    parser.add_argument("--serve", choices=ENGINES, help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
         serve(ENGINES[options.serve], options.model, options.folder, options.rounds)

@@ -19,7 +19,6 @@ accepted is read from vLLM's own counters. All engines run at the same time, sin
 per condition; if an engine fails, the others go on and the end of its log is printed.
 """
 
-import argparse
 import json
 import random
 import sys
@@ -32,7 +31,7 @@ from typing import Any
 import torch
 import vllm_v4_engine
 import vllm_v4_model
-from engine_race import Process, Race, take_turns, write_result
+from engine_race import Process, Race, engine_parser, take_turns, write_result
 from engine_results import Condition, equal_share, first_differences, text, verdict, write_rows
 from vllm_drafts import DRAFTS, install_interpreted_numba, install_v4_parts, write_v4, write_v32
 from vllm_observed import Observed, cached_tokens
@@ -276,19 +275,14 @@ def places(results: Results) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = engine_parser(__doc__, results="vllm", limit=240.0)
     parser.add_argument("--model", type=Path, required=True, help="folder with the tiny V3.2's config and tokenizer")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/vllm"), help="folder for the table")
-    parser.add_argument("--logs", type=Path, help="folder for the engines' logs and tokens")
     parser.add_argument("--models", nargs="*", choices=MODELS, default=MODELS, help="run these models only")
     parser.add_argument("--kinds", nargs="*", choices=KINDS, default=KINDS, help="run these engines; plain always runs")
     parser.add_argument("--attentions", nargs="*", default=["own", "tamis"], help="run these attentions only")
     parser.add_argument(
         "--indexer", choices=("vllm", "tamis"), default="vllm", help="what selects for tamis' attention"
     )
-    parser.add_argument("--limit", type=float, default=240.0, help="seconds after which running engines are stopped")
-    parser.add_argument("--serve", help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
         engine = Engine.named(options.serve)

@@ -15,7 +15,6 @@ line per condition; if an engine fails, the end of its log is printed. tamis nee
 put on the engines' path.
 """
 
-import argparse
 import sys
 import tempfile
 from dataclasses import asdict, replace
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import vllm_indexer_race as indexer_race
-from engine_race import Process, Race
+from engine_race import Process, Race, engine_parser
 from engine_results import (
     TURNS,
     Condition,
@@ -94,19 +93,13 @@ def rows(results: dict[str, dict[str, Any]], about: dict[str, str]) -> list[dict
 
 def main() -> int:
     every = ENGINES | indexer_race.ENGINES
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = engine_parser(__doc__, results="vllm", limit=240.0, rounds=TURNS)
     parser.add_argument("--model", type=Path, required=True, help="folder with the tiny model's config and tokenizer")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/vllm"), help="folder for the table")
-    parser.add_argument("--logs", type=Path, help="folder for the engines' logs and tokens")
-    parser.add_argument("--rounds", type=int, default=TURNS, help="timed turns of each engine; the median counts")
-    parser.add_argument("--limit", type=float, default=240.0, help="seconds after which running engines are stopped")
     parser.add_argument("--lock", type=Path, help="take turns only while holding this file, which other races share")
     parser.add_argument("--race", choices=("attention", "indexer"), default="attention", help="what is compared")
     parser.add_argument("--caches", nargs="*", choices=indexer_race.CACHES, help="race indexers with these caches only")
     parser.add_argument("--only", nargs="*", choices=every, help="run these engines only")
     parser.add_argument("--serial", action="store_true", help="start one engine after the other, if memory is short")
-    parser.add_argument("--serve", choices=every, help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
         serve(every[options.serve], options.model, options.folder, options.rounds)

@@ -9,13 +9,12 @@ Packed rows with tamis (`tamis`) show how far the kernels alone part. Times are 
 One PASS or FAIL line per condition.
 """
 
-import argparse
 import sys
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
-from engine_race import Race
+from engine_race import Race, engine_parser
 from engine_results import Condition, Spread, equal_share, logprob_difference, speed_ratio, text, verdict, write_rows
 from vllm_process import keep_logs, versions, write_entry_point
 from vllm_v4_engine import (
@@ -26,9 +25,13 @@ from vllm_v4_engine import (
     PROMPTS,
     Engine,
     Results,
+    checked_lines,
+    every_kind,
     of_set,
+    place_of,
     processes,
     repeats,
+    replayed_calls,
     write_model,
 )
 
@@ -40,16 +43,12 @@ def exact_conditions(results: Results, engines: list[Engine]) -> list[Condition]
     """How near to float64 the attention of engines with comparisons must be, in all kinds of layers and phases."""
     found = []
     for engine in engines:
-        result = results.get(engine.name)
-        lines = [] if result is None else result["check"]
-        met = {(line["ratio"], line["phase"]) for line in lines}
-        found.append(Condition(f"{engine.name}: kinds of layers and phases", float(len(met)) if lines else None, 6))
+        lines = checked_lines(results, engine)
+        found.append(every_kind(engine, lines))
         for line in lines:
-            place = f"{engine.name}, ratio {line['ratio']}, {line['phase']}"
+            place = place_of(engine, line)
             found.append(Condition(f"{place}: error to float64", line["tamis_to_exact"], ERROR, False))
-            if engine.mode == "graph" and line["phase"] == "decode":
-                aside = line["calls"] - line["calls_from_python"]
-                found.append(Condition(f"{place}: calls within replayed graphs", float(aside), 1))
+            found += replayed_calls(engine, line)
     return found
 
 
@@ -86,14 +85,10 @@ def table(results: Results, about: dict[str, str]) -> list[dict[str, str]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/vllm"), help="folder for the table")
-    parser.add_argument("--logs", type=Path, help="folder for the engines' logs and tokens")
+    parser = engine_parser(__doc__, results="vllm", limit=480.0, rounds=3, serves=False)
     parser.add_argument("--tokenizer", type=Path, help="folder with a tokenizer, if the engine asks for one")
     parser.add_argument("--heads", type=int, nargs="*", default=[64], help="head counts of the timed engines")
     parser.add_argument("--exact-heads", type=int, nargs="*", default=[8, 64], help="head counts of the compared ones")
-    parser.add_argument("--rounds", type=int, default=3, help="timed turns of each engine; the median counts")
-    parser.add_argument("--limit", type=float, default=480.0, help="seconds after which engines are stopped")
     options = parser.parse_args()
     exact = [
         Engine(f"{rows}{EXACT}", heads, mode) for heads in options.exact_heads for rows in CACHES for mode in MODES

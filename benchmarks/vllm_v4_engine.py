@@ -12,7 +12,6 @@ tokens, below and above the 2048 that an indexer of 512 entries sees whole) and 
 FAIL line per condition; if an engine fails, the end of its log is printed.
 """
 
-import argparse
 import json
 import random
 import shutil
@@ -25,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engine_race import Process, Race, median_batch, take_turns, write_result
+from engine_race import Process, Race, engine_parser, median_batch, take_turns, write_result
 from engine_results import (
     TURNS,
     Condition,
@@ -258,21 +257,42 @@ def check_conditions(results: Results, engines: list[Engine]) -> list[Condition]
     """What both attentions must meet on the same inputs."""
     found = []
     for engine in engines:
-        result = results.get(engine.name)
-        lines = [] if result is None else result["check"]
-        met = {(line["ratio"], line["phase"]) for line in lines}
-        found.append(Condition(f"{engine.name}: kinds of layers and phases", float(len(met)) if lines else None, 6))
+        lines = checked_lines(results, engine)
+        found.append(every_kind(engine, lines))
         for line in lines:
-            place = f"{engine.name}, ratio {line['ratio']}, {line['phase']}"
+            place = place_of(engine, line)
             excess = line["tamis_to_exact"] / line["own_to_exact"] if line["exact_calls"] else None
             found += [
                 Condition(f"{place}: own to tamis", line["own_to_tamis"], DIFFERENCE, False),
                 Condition(f"{place}: error of tamis over that of own", excess, EXCESS, False),
             ]
-            if engine.mode == "graph" and line["phase"] == "decode":
-                aside = line["calls"] - line["calls_from_python"]
-                found.append(Condition(f"{place}: calls within replayed graphs", float(aside), 1))
+            found += replayed_calls(engine, line)
     return found
+
+
+def checked_lines(results: Results, engine: Engine) -> list[dict[str, Any]]:
+    """What an engine compared, a line for each kind of layer and phase; empty if it did not end."""
+    result = results.get(engine.name)
+    return [] if result is None else result["check"]
+
+
+def place_of(engine: Engine, line: dict[str, Any]) -> str:
+    """What a line of an engine's check is about."""
+    return f"{engine.name}, ratio {line['ratio']}, {line['phase']}"
+
+
+def every_kind(engine: Engine, lines: list[dict[str, Any]]) -> Condition:
+    """That the check met all kinds of layers in both phases."""
+    met = {(line["ratio"], line["phase"]) for line in lines}
+    return Condition(f"{engine.name}: kinds of layers and phases", float(len(met)) if lines else None, 6)
+
+
+def replayed_calls(engine: Engine, line: dict[str, Any]) -> list[Condition]:
+    """That decodes were compared within replayed graphs as well, if the engine has graphs."""
+    if engine.mode != "graph" or line["phase"] != "decode":
+        return []
+    aside = line["calls"] - line["calls_from_python"]
+    return [Condition(f"{place_of(engine, line)}: calls within replayed graphs", float(aside), 1)]
 
 
 def check_rows(results: Results, about: dict[str, str]) -> list[dict[str, str]]:
@@ -296,18 +316,12 @@ def processes(engines: list[Engine], folder: Path, turns: int, first: int) -> di
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/vllm"), help="folder for the tables")
-    parser.add_argument("--logs", type=Path, help="folder for the engines' logs and tokens")
+    parser = engine_parser(__doc__, results="vllm", limit=480.0, rounds=TURNS)
     parser.add_argument("--tokenizer", type=Path, help="folder with a tokenizer, if the engine asks for one")
     parser.add_argument("--heads", type=int, nargs="*", default=[64, 8], help="head counts of the race")
     parser.add_argument("--check-heads", type=int, nargs="*", default=[8, 16, 64, 128], help="head counts of check")
-    parser.add_argument("--rounds", type=int, default=TURNS, help="timed turns of each engine; the median counts")
     parser.add_argument("--check-limit", type=float, default=300.0, help="seconds after which check is stopped")
-    parser.add_argument("--limit", type=float, default=480.0, help="seconds after which the race is stopped")
     parser.add_argument("--lock", type=Path, help="take turns only while holding this file, which other races share")
-    parser.add_argument("--serve", help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
         engine = Engine.named(options.serve)

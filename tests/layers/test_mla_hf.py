@@ -10,6 +10,7 @@ import bounds
 import pytest
 import torch
 from bounds import relative_error
+from hf_models import V32, transformers
 from seeds import reseed, seed_of
 
 from tamis import Batch, Caches, LayerSpec, Limits, PagedCache, PagePool, Planner, SparseMLA
@@ -18,7 +19,6 @@ from tamis.model.absorb import AbsorbedWeights
 from tamis.model.rope import Rope, rms_norm, rotate
 from tamis.ops import IndexInputs
 
-transformers = pytest.importorskip("transformers")
 TOKENS, PAGE = 100, 7
 ROPES = {"plain": {"rope_type": "default", "rope_theta": 10000.0}}
 ROPES["yarn"] = {
@@ -37,31 +37,10 @@ ROPES["yarn"] = {
 def recorded_layer(rope: str, latent: int, rope_dim: int):
     """Run the model once and keep what its second attention layer got, selected and returned."""
     reseed(4)
-    config = transformers.DeepseekV32Config(
-        hidden_size=64,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        num_hidden_layers=2,
-        kv_lora_rank=latent,
-        q_lora_rank=32,
-        qk_nope_head_dim=16,
-        qk_rope_head_dim=rope_dim,
-        v_head_dim=16,
-        index_topk=8,
-        index_head_dim=2 * rope_dim,
-        index_n_heads=32,
-        n_group=1,
-        topk_group=1,
-        n_routed_experts=4,
-        num_experts_per_tok=4,
-        first_k_dense_replace=1,
-        moe_intermediate_size=32,
-        intermediate_size=64,
-        vocab_size=128,
-        rope_parameters=dict(ROPES[rope]),
-        attn_implementation="eager",
-        initializer_range=0.2,
-    )
+    sizes = {"num_hidden_layers": 2, "index_topk": 8, "index_head_dim": 2 * rope_dim}
+    changes = {"kv_lora_rank": latent, "qk_rope_head_dim": rope_dim, "rope_parameters": dict(ROPES[rope])}
+    options = {"attn_implementation": "eager", "initializer_range": 0.2}
+    config = transformers.DeepseekV32Config(**V32 | sizes | changes | options)
     model = transformers.DeepseekV32ForCausalLM(config).eval()
     attention = model.model.layers[1].self_attn
     seen: dict[str, torch.Tensor] = {}

@@ -23,7 +23,6 @@ from tamis.integrations.sglang import announce, v4_backend
 from tamis.integrations.sglang.v4_backend import TamisV4AttnBackend, TamisV4MultiStepBackend
 
 OWN_OPTION = "dsv4_attn_backend" in v4.TAMIS
-OLD_TRANSFORM = "topk_transform_512_pytorch_vectorized"
 STEPS = {
     "decode": (DECODE, [299, 699, 2, 127], [1, 1, 1, 1]),
     "extend": (EXTEND, [0, 250, 513], [40, 21, 3]),

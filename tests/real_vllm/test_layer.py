@@ -43,7 +43,7 @@ def alone(tmp_path: Path) -> Iterator[None]:
     destroy_distributed_environment()
 
 
-def make_layer(config: VllmConfig, buffer: torch.Tensor) -> Any:
+def make_layer(config: VllmConfig, buffer: torch.Tensor, rope: int = ROPE) -> Any:
     selector._cached_get_attn_backend.cache_clear()
     project = ColumnParallelLinear(LATENT, HEADS * (NOPE + VALUE), bias=False, params_dtype=torch.float32)
     torch.nn.init.normal_(project.weight, std=LATENT**-0.5)
@@ -51,7 +51,7 @@ def make_layer(config: VllmConfig, buffer: torch.Tensor) -> Any:
         num_heads=HEADS,
         scale=engine.SCALE,
         qk_nope_head_dim=NOPE,
-        qk_rope_head_dim=ROPE,
+        qk_rope_head_dim=rope,
         v_head_dim=VALUE,
         q_lora_rank=1536,
         kv_lora_rank=LATENT,

@@ -3,7 +3,6 @@
 from functools import cache
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import engine_standin as engine
@@ -15,13 +14,10 @@ from configured import make_config
 from engine_standin import LATENT, NOPE, VALUE
 from packaging.version import Version
 from test_attention import PAGE, common_of
-from test_layer import BATCHES, HEADS, alone, bind_cache, dense_prefill, write_rows  # noqa: F401
+from test_layer import BATCHES, HEADS, alone, bind_cache, dense_prefill, make_layer, write_rows  # noqa: F401
 from test_plugin import choose
 from torch import Tensor
 from vllm.config import set_current_vllm_config
-from vllm.model_executor.layers.attention.mla_attention import MLAAttention
-from vllm.model_executor.layers.linear import ColumnParallelLinear
-from vllm.v1.attention import selector
 
 from tamis.integrations.vllm.plugin import Backend, Impl
 
@@ -57,29 +53,6 @@ def engine_positions(lengths: tuple[int, ...], queries: tuple[int, ...]) -> Tens
     return buffer
 
 
-def make_layer(config: Any, buffer: Tensor) -> Any:
-    selector._cached_get_attn_backend.cache_clear()
-    project = ColumnParallelLinear(LATENT, HEADS * (NOPE + VALUE), bias=False, params_dtype=torch.float32)
-    torch.nn.init.normal_(project.weight, std=LATENT**-0.5)
-    layer = MLAAttention(
-        num_heads=HEADS,
-        scale=engine.SCALE,
-        qk_nope_head_dim=NOPE,
-        qk_rope_head_dim=0,
-        v_head_dim=VALUE,
-        q_lora_rank=1536,
-        kv_lora_rank=LATENT,
-        kv_b_proj=project,
-        cache_config=config.cache_config,
-        prefix="layer",
-        use_sparse=True,
-        indexer=SimpleNamespace(topk_indices_buffer=buffer),
-        topk_indices_buffer=buffer,
-    )
-    layer.process_weights_after_loading(torch.float32)
-    return layer
-
-
 @pytest.mark.usefixtures("hopper", "alone", "dense_prefill")
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("cache_dtype", ["auto", "fp8_ds_mla"])
@@ -90,7 +63,7 @@ def test_a_layer_of_vllm_runs_on_tamis(cache_dtype: str, batch: str) -> None:
     positions = engine_positions(of.lengths, of.queries)
     of = engine.Step(of.lengths, of.queries, tuple(r[:, :LATENT] for r in of.rows), of.q[..., :LATENT], positions)
     with set_current_vllm_config(config):
-        layer = make_layer(config, positions.clone())
+        layer = make_layer(config, positions.clone(), rope=0)
         assert layer.attn_backend is Backend
         assert type(layer.impl) is Impl
         assert layer.head_size == 512

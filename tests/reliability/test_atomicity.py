@@ -37,9 +37,9 @@ def ints(*values: object) -> torch.Tensor:
     return torch.tensor(values if len(values) > 1 else values[0], dtype=torch.int32)
 
 
-def latent(scale: float = 1.0) -> PagedCache:
+def latent() -> PagedCache:
     held = PagedCache(rows(torch.float32, latent=LATENT, rope=ROPE), PAGES, PAGE)
-    held.storage.normal_(generator=torch.Generator().manual_seed(1)).mul_(scale)
+    held.storage.normal_(generator=torch.Generator().manual_seed(1))
     return held
 
 

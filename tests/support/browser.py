@@ -35,7 +35,7 @@ def missing() -> str:
 
 
 @contextmanager
-def open_browser(profile: Path, width: int = 1360, height: int = 1000) -> Iterator["Browser"]:
+def open_browser(profile: Path) -> Iterator["Browser"]:
     """A browser with an empty profile, closed again at the end."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -43,7 +43,7 @@ def open_browser(profile: Path, width: int = 1360, height: int = 1000) -> Iterat
     driver = subprocess.Popen(["chromedriver", f"--port={port}", "--silent"], stdout=subprocess.DEVNULL)
     browser = Browser(f"http://127.0.0.1:{port}")
     try:
-        browser.start([*FLAGS, f"--user-data-dir={profile}", f"--window-size={width},{height}"])
+        browser.start([*FLAGS, f"--user-data-dir={profile}", "--window-size=1360,1000"])
         yield browser
     finally:
         browser.quit()
@@ -118,8 +118,8 @@ class Browser:
         found = self._call("POST", f"{self._session}/element", {"using": "css selector", "value": selector})
         self._call("POST", f"{self._session}/element/{next(iter(found.values()))}/value", {"text": keys})
 
-    def dark(self, on: bool = True) -> None:
-        scheme = {"name": "prefers-color-scheme", "value": "dark" if on else "light"}
+    def dark(self) -> None:
+        scheme = {"name": "prefers-color-scheme", "value": "dark"}
         self.devtools("Emulation.setEmulatedMedia", features=[scheme])
 
     def faults(self, width: int) -> list[str]:

@@ -117,9 +117,9 @@ def check_record(record: Any) -> None:
 class LongV4Step(v4.V4Step):
     """A step of V4: the window's rows are written, a part of C4A's entries, and all of C128A's."""
 
-    def __init__(self, queries: list[int] = QUERIES, lengths: list[int] = LENGTHS) -> None:
-        pages = [sum(-(-length // size) for length in lengths) for size in (v4.PAGE, v4.WINDOW_PAGE)]
-        super().__init__("v4-fp8", queries, lengths, pages=(1 + pages[0], 1 + pages[1]), topk=512)
+    def __init__(self) -> None:
+        pages = [sum(-(-length // size) for length in LENGTHS) for size in (v4.PAGE, v4.WINDOW_PAGE)]
+        super().__init__("v4-fp8", QUERIES, LENGTHS, pages=(1 + pages[0], 1 + pages[1]), topk=512)
         for row, (request, position) in enumerate(self.tokens):
             count = (position + 1) // 4
             self.chosen[row] = (torch.arange(512) * count // 512).int()

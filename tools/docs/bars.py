@@ -12,6 +12,8 @@ AXIS, TOP, FOOT = 44, 34, 52
 """Pixels of a panel: left of its bars, above its scale, and below it, with one line of labels."""
 LINE = 15
 """Pixels from one line of labels to the next."""
+HEIGHT = 150.0
+"""Pixels of a panel from the lowest to the highest speedup."""
 TICKS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0, 10.0, 20.0)
 
 
@@ -69,14 +71,14 @@ class Scale:
         return self.height * log(self.high / speedup) / log(self.high / self.low)
 
 
-def draw_rows(title: str, notes: Sequence[str], rows: Sequence[Sequence[Panel]], height: float = 150) -> str:
+def draw_rows(title: str, notes: Sequence[str], rows: Sequence[Sequence[Panel]]) -> str:
     """A picture of rows of panels, all on one scale, under a title with lines of notes and a legend."""
     every = [speedup for row in rows for panel in row for group in panel.groups for _, speedup in group.bars]
-    scale = Scale.around(every, height)
+    scale = Scale.around(every, HEIGHT)
     width = max(sum(panel.width for panel in row) + PANEL_GAP * (len(row) - 1) for row in rows) + 24
     head = 62 + 17 * len(notes)
     lines = max(panel.unit.count("\n") for row in rows for panel in row)
-    down = TOP + height + FOOT + LINE * lines
+    down = TOP + HEIGHT + FOOT + LINE * lines
     p = Picture(width, head + len(rows) * down + 8, title)
     p.text(16, 28, title, "title")
     for number, words in enumerate(notes):

@@ -10,7 +10,7 @@ from tamis.cache.layout import v4_fp8
 from tamis.integrations.sglang.v4_attention import wrap_pages
 from tamis.ops import write_kv
 
-WINDOW_PAGE, ROWS = 128, 256
+WINDOW_PAGE, ROWS, COLUMNS = 128, 256, 64
 SIZES = {1: 256, 2: 128, 4: 64, 128: 2}
 """Rows of a page of entries, by ratio."""
 NAMES = {
@@ -58,12 +58,12 @@ class Pool:
         return self.extra.view(self.dtype)
 
 
-def core_of(pool: Pool, tokens: int, columns: int = 64) -> SimpleNamespace:
+def core_of(pool: Pool, tokens: int) -> SimpleNamespace:
     """Random slots with holes, and slots of unwritten rows past a row's length. A row without entries has length 1."""
     core: Any = SimpleNamespace()
-    core.swa_page_indices, core.swa_topk_lengths = _selected(tokens, columns)
+    core.swa_page_indices, core.swa_topk_lengths = _selected(tokens, COLUMNS)
     if pool.ratio:
-        slots, lengths = _selected(tokens, columns)
+        slots, lengths = _selected(tokens, COLUMNS)
         slots[0], lengths[0] = -1, 1
         for name, value in zip(NAMES[pool.ratio], (slots, lengths), strict=True):
             setattr(core, name, value)

@@ -51,8 +51,8 @@ def found_on(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> No
     monkeypatch.setattr(resources, "compute_capability", lambda device: capability)
 
 
-def judged(target: Target, stage: str = "index") -> CheckResult:
-    (check,) = resource_checks(stage, target)
+def judged(target: Target) -> CheckResult:
+    (check,) = resource_checks("index", target)
     return judge(check, check.backend, lambda: None)
 
 

@@ -1,4 +1,4 @@
-"""Reading rows back: by slot, whole requests into a workspace, index keys as stored.
+"""Reading rows back: by slot, and whole requests into a workspace.
 
 Caches are filled with bytes here, and the expected rows are decoded from those bytes by numpy code of this file.
 """
@@ -8,16 +8,15 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 import torch
+from gathering import INT_MAX, REQUESTS, TABLE, TWO, int32, slot_of, tables
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from seeds import numpy_seeded, seeded
+from seeds import numpy_seeded
 from torch import Tensor
 
 from tamis import PagedCache, ops
 from tamis.arithmetic import ceil_div
 from tamis.cache.layout import Layout, named
-
-INT_MAX = 2**31 - 1
 
 
 def _e4m3_values() -> np.ndarray:
@@ -81,9 +80,9 @@ DECODERS: dict[str, tuple[Layout, Decoder]] = {
 class Filled:
     """A cache of arbitrary but finite content in pages that lie apart, and its rows as this file decodes them."""
 
-    def __init__(self, name: str, pages: int, page_size: int, *, gap: int = 64, seed: int = 0) -> None:
+    def __init__(self, name: str, pages: int, page_size: int, *, gap: int = 64) -> None:
         layout, self.decode = DECODERS[name]
-        rng = numpy_seeded(seed)
+        rng = numpy_seeded(0)
         used = layout.row_bytes * page_size
         self.bytes = rng.integers(0, 256, (pages, layout.page_bytes(page_size) + gap), dtype=np.uint8)
         storage = torch.from_numpy(self.bytes)[:, :used].unflatten(1, (page_size, -1)).view(layout.element)
@@ -106,24 +105,6 @@ class Filled:
     def row(self, slot: int) -> np.ndarray:
         page, row = divmod(slot, self.cache.page_size)
         return self.decode(self.bytes[page], row, self.cache.page_size)
-
-
-def tables(cache: PagedCache, ends: Sequence[int], *, width: int, unused: int = -1, seed: int = 0) -> Tensor:
-    """Block tables with pages handed out in random order; entries past a request's end hold `unused`."""
-    pages = iter(torch.randperm(cache.pages, generator=seeded(seed)).tolist())
-    table = torch.full((len(ends), width), unused, dtype=torch.int32)
-    for row, end in zip(table, ends, strict=True):
-        for column in range(ceil_div(end, cache.page_size)):
-            row[column] = next(pages)
-    return table
-
-
-def int32(values: Sequence[int]) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32)
-
-
-def slot_of(cache: PagedCache, table: Tensor, request: int, position: int) -> int:
-    return int(table[request, position // cache.page_size]) * cache.page_size + position % cache.page_size
 
 
 def check_workspace(
@@ -311,80 +292,6 @@ def test_read_kv_takes_strided_slots() -> None:
     assert torch.equal(ops.read_kv(filled.cache, slots), ops.read_kv(filled.cache, slots.contiguous()))
 
 
-# --- Index keys -------------------------------------------------------------------------------------------------------
-
-
-def index_cache(pages: int, page_size: int) -> tuple[np.ndarray, PagedCache]:
-    raw = numpy_seeded(7).integers(0, 256, (pages, 132 * page_size + 12), dtype=np.uint8)
-    scales = raw[:, 128 * page_size : 132 * page_size]
-    scales[:] = numpy_seeded(8).uniform(1e-3, 9, (pages, page_size)).astype(np.float32).view(np.uint8)
-    storage = torch.from_numpy(raw)[:, : 132 * page_size].unflatten(1, (page_size, 132))
-    return raw, PagedCache.wrap(storage, "index-fp8")
-
-
-@pytest.mark.parametrize("page_size", [1, 2, 61, 64])
-def test_index_keys_come_back_as_stored(page_size: int) -> None:
-    raw, cache = index_cache(12, page_size)
-    lengths, first = [4, 0, 3], [1, 0, 2]
-    table = tables(cache, [5, 0, 5], width=5, unused=INT_MAX)
-    keys, scales = ops.gather_index(cache, table, int32(lengths), rows=10, first=int32(first))
-    assert (keys.dtype, keys.shape) == (torch.float8_e4m3fn, (10, 128))
-    assert (scales.dtype, scales.shape) == (torch.float32, (10,))
-    found = keys.view(torch.uint8).numpy()
-    for row, (request, position) in enumerate([(0, 1), (0, 2), (0, 3), (0, 4), (2, 2), (2, 3), (2, 4)]):
-        page, i = divmod(slot_of(cache, table, request, position), page_size)
-        assert np.array_equal(found[row], raw[page, 128 * i : 128 * i + 128])
-        at = 128 * page_size + 4 * i
-        assert scales[row].item() == raw[page, at : at + 4].copy().view(np.float32)[0]
-    assert not found[7:].any()
-    assert not scales[7:].any()
-
-
-def test_index_keys_at_given_starts() -> None:
-    _, cache = index_cache(8, 4)
-    table = tables(cache, [3, 5], width=2)
-    plain = ops.gather_index(cache, table, int32([3, 5]), rows=8)
-    apart = ops.gather_index(cache, table, int32([3, 5]), rows=20, starts=int32([4, 9]))
-    rows = [4, 5, 6, 9, 10, 11, 12, 13]
-    assert torch.equal(apart[0].view(torch.uint8)[rows], plain[0].view(torch.uint8))
-    assert torch.equal(apart[1][rows], plain[1])
-    assert not apart[1][[0, 1, 2, 3, 7, 8, 14, 19]].any()
-
-
-def test_no_index_keys() -> None:
-    _, cache = index_cache(2, 4)
-    keys, scales = ops.gather_index(cache, torch.zeros(0, 1, dtype=torch.int32), int32([]), rows=3)
-    assert (keys.shape, scales.tolist()) == ((3, 128), [0.0, 0.0, 0.0])
-    keys, scales = ops.gather_index(cache, torch.zeros(1, 1, dtype=torch.int32), int32([0]), rows=0)
-    assert (keys.shape, scales.shape) == ((0, 128), (0,))
-
-
-# --- Refusals ---------------------------------------------------------------------------------------------------------
-
-TABLE, TWO = torch.zeros(2, 3, dtype=torch.int32), int32([2, 3])
-REQUESTS = [
-    ({"block_table": TABLE.long()}, TypeError, "block_table must be int32, got int64; convert it"),
-    ({"block_table": TABLE[0]}, ValueError, r"block_table must be of shape \[B, W\], got \[3\]; "),
-    ({"block_table": [[0]]}, TypeError, r"block_table must be a tensor \[B, W\], got list; "),
-    ({"block_table": TABLE.to("meta")}, ValueError, "block_table must be on cpu, got a tensor on meta; "),
-    ({"lengths": TWO.long()}, TypeError, "lengths must be int32, got int64; "),
-    ({"lengths": int32([1, 2, 3])}, ValueError, r"lengths must be of shape \[B=2\], got \[3\]; pass one length"),
-    ({"lengths": int32([1, -2])}, ValueError, "lengths must be between 0 and 12, got a value of -2; "),
-    ({"lengths": int32([1, 13])}, ValueError, "lengths must be between 0 and 12, got a value of 13; the block table"),
-    ({"first": TWO.float()}, TypeError, "first must be int32, got float32; "),
-    ({"first": int32([1])}, ValueError, r"first must be of shape \[B=2\], got \[1\]; "),
-    ({"first": int32([0, -1])}, ValueError, "first must be between 0 and 12, got a value of -1; "),
-    ({"first": int32([0, 10])}, ValueError, r"first \+ lengths must be between 0 and 12, got a value of 13; "),
-    ({"starts": TWO.long()}, TypeError, "starts must be int32, got int64; "),
-    ({"starts": int32([0, 2, 4])}, ValueError, r"starts must be of shape \[B=2\], got \[3\]; "),
-    ({"starts": int32([0, 1])}, ValueError, r"starts must be ascending, .*, got \[0, 1\]; use a running sum"),
-    ({"starts": int32([3, 0])}, ValueError, r"starts must be ascending, .*, got \[3, 0\]; use a running sum"),
-    ({"starts": int32([-2, 0])}, ValueError, "starts must be between 0 and .*, got a value of -2; "),
-    ({"starts": int32([INT_MAX, 0])}, ValueError, "starts must be ascending, .*; use a running sum"),
-    ({"backend": "cuda"}, ValueError, "backend must be 'auto' or one of .*, got 'cuda'; "),
-]
-
-
 @pytest.mark.parametrize(
     ("change", "kind", "message"),
     [
@@ -404,31 +311,6 @@ def test_gather_kv_refuses_wrong_input(change: dict[str, object], kind: type[Exc
     with pytest.raises(kind, match="^" + message):
         ops.gather_kv(PagedCache("v32-fp8", 2, 4), **arguments)  # type: ignore[arg-type]
     assert out.device.type == "meta" or torch.equal(out, before)
-
-
-@pytest.mark.parametrize(
-    ("change", "kind", "message"),
-    [
-        *REQUESTS,
-        ({"rows": 4}, ValueError, "rows must be at least 5 rows, got 4; "),
-        ({"rows": -1}, ValueError, "rows must be >= 0, got -1$"),
-        ({"rows": 5.0}, TypeError, "rows must be an int, got float$"),
-    ],
-)
-def test_gather_index_refuses_wrong_input(change: dict[str, object], kind: type[Exception], message: str) -> None:
-    arguments = {"block_table": TABLE, "lengths": TWO, "rows": 9} | change
-    with pytest.raises(kind, match="^" + message):
-        ops.gather_index(PagedCache("index-fp8", 2, 4), **arguments)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    "layout",
-    [named("v32-bf16"), named("v32-fp8"), named("v4-fp8"), named("plain-fp8"), named("v32-fp8", latent=128, rope=32)],
-    ids=lambda layout: layout.name,
-)
-def test_gather_index_refuses_latent_caches(layout: Layout) -> None:
-    with pytest.raises(ValueError, match=r"^cache must be of layout index-fp8 or index-mxfp4, got '.*'; use gather_kv"):
-        ops.gather_index(PagedCache(layout, 2, 4), TABLE, TWO, rows=9)
 
 
 @pytest.mark.parametrize("page", [-1, 6, INT_MAX])

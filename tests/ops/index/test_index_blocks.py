@@ -39,12 +39,12 @@ def within(scores: list[float], length: int, candidates: list[int], count: int, 
     return best(scores, [i for i in range(min(length, len(scores))) if i // size in held], count)
 
 
-def stepped(layout: Layout, heads: int = 4) -> Step:
+def stepped(layout: Layout) -> Step:
     """Three requests, one with an absent page, and tokens that see from nothing to everything."""
     table = int32([[3, 0, 5, 1], [2, -1, 4, -1], [6, 7, -1, -1]])
     ids = [0, 0, 0, 1, 1, 2, 2, 2]
     lengths = [64, 63, 17, 48, 9, 32, 0, 1]
-    return Step(filled(layout, 8, 16, seed=5), ids, table, lengths, heads, torch.float32)
+    return Step(filled(layout, 8, 16, seed=5), ids, table, lengths, 4, torch.float32)
 
 
 def checked(step: Step, kernels: object, device: torch.device, count: int, size: int, k: int, space: int) -> None:

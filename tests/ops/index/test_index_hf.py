@@ -8,6 +8,7 @@ from functools import cache
 
 import pytest
 import torch
+from hf_models import V32, transformers
 from seeds import reseed, seed_of
 
 from tamis import Batch, Caches, IndexRecipe, LayerSpec, Limits, PagedCache, PagePool, Planner, SparseMLA
@@ -15,7 +16,6 @@ from tamis.cache.layout import index_fp8, rows
 from tamis.model.rope import Rope
 from tamis.ops import IndexInputs, index_scores, quantise_index_query, rotate_index, write_index_keys
 
-transformers = pytest.importorskip("transformers")
 TOKENS, TOPK, PAGE, DIM, ROPE = 120, 12, 7, 32, 8
 LAYERS = 3
 MODELS = {
@@ -34,32 +34,8 @@ def recorded_model(name: str):
     """Run a tiny random model once and keep what each indexer got and selected, and what each layer used."""
     reseed(4)
     make_config, make_model, options = MODELS[name]
-    config = make_config(
-        hidden_size=64,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        num_hidden_layers=LAYERS,
-        kv_lora_rank=32,
-        q_lora_rank=32,
-        qk_nope_head_dim=16,
-        qk_rope_head_dim=ROPE,
-        v_head_dim=16,
-        index_topk=TOPK,
-        index_head_dim=DIM,
-        index_n_heads=32,
-        n_group=1,
-        topk_group=1,
-        n_routed_experts=4,
-        num_experts_per_tok=4,
-        first_k_dense_replace=1,
-        moe_intermediate_size=32,
-        intermediate_size=64,
-        vocab_size=128,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        attn_implementation="eager",
-        initializer_range=0.2,
-        **options,
-    )
+    sizes = {"index_topk": TOPK, "index_head_dim": DIM, "qk_rope_head_dim": ROPE, "num_hidden_layers": LAYERS}
+    config = make_config(**V32 | sizes | {"attn_implementation": "eager", "initializer_range": 0.2} | options)
     model = make_model(config).eval()
     seen: dict[int, dict[str, torch.Tensor]] = {layer: {} for layer in range(LAYERS)}
 

@@ -105,12 +105,12 @@ KEY_LAYOUTS = {
 SLOTS = torch.tensor([7, -1, 14, 10**9, 0, 3, 21, -(2**40), 9, 20, 1])
 
 
-def cache_pair(layout: Layout, device: torch.device, page_size: int = 5) -> tuple[PagedCache, PagedCache]:
+def cache_pair(layout: Layout, device: torch.device) -> tuple[PagedCache, PagedCache]:
     """The same pages, with other bytes between them, on the host and where kernels run."""
     dtype = torch.uint8 if layout.quantised else layout.element
-    block = torch.randint(0, 100, (5, 2 * page_size, layout.row_elements)).to(dtype)
+    block = torch.randint(0, 100, (5, 2 * 5, layout.row_elements)).to(dtype)
     moved = block.to(device)
-    return tuple(PagedCache.wrap(b[:, page_size:], layout) for b in (block.clone(), moved))
+    return tuple(PagedCache.wrap(b[:, 5:], layout) for b in (block.clone(), moved))
 
 
 def written(cache: PagedCache) -> Tensor:
