@@ -93,20 +93,23 @@ def choose(
         raise checks.refuse("layout", f"{spec.head_dim} wide like the spec", layout.width, "choose matching widths")
     if capability is None:
         capability = compute_capability(device)
-    need = Need(spec, device, capability, dtype, layout, page_size)
-    rejected: dict[str, list[str]] = {}
+    return _first_possible(Need(spec, device, capability, dtype, layout, page_size), prefer, backends)
+
+
+def _first_possible(need: Need, prefer: str, backends: tuple[Backend, ...] | None) -> Choice:
+    broken: dict[str, list[str]] = {}
     if backends is None:
         refuse_broken(prefer)
-        backends, broken = registered()
-        rejected = {one.label: [one.reason] for one in broken}
+        backends, failed = registered()
+        broken = {one.label: [one.reason] for one in failed}
     if prefer != "auto":
         checks.option("prefer", prefer, ("auto", *(b.name for b in backends)))
     refusals = {b.name: b.refusals(need) for b in backends}
     possible = [b for b in backends if not refusals[b.name]]
     wanted = [b for b in possible if prefer in ("auto", b.name)]
-    rejected = {name: reasons for name, reasons in refusals.items() if reasons} | rejected
+    rejected = {name: reasons for name, reasons in refusals.items() if reasons} | broken
     if not wanted:
-        raise _refuse(device, rejected, prefer, [b.name for b in possible])
+        raise _refuse(need.device, rejected, prefer, [b.name for b in possible])
     return Choice(wanted[0], need, rejected, tuple(b.name for b in possible if b is not wanted[0]))
 
 
