@@ -50,11 +50,9 @@ class Glm5NextFamily:
     def __init__(self, base: Any, kind: CacheKind, backend: str, wrap_layer: WrapLayer) -> None:
         """Read a model (its language model, below the head)."""
         config, device, dtype = base.config, base.embed_tokens.weight.device, base.embed_tokens.weight.dtype
-        fields = hf_config.fields_of(config)
-        linear_layers = tuple(number for number in range(len(base.layers)) if hf_config.is_linear(fields, number))
-        self.specs = [
-            None if number in linear_layers else LayerSpec.from_hf(fields, number) for number in range(len(base.layers))
-        ]
+        fields, count = hf_config.fields_of(config), len(base.layers)
+        linear_layers = tuple(number for number in range(count) if hf_config.is_linear(fields, number))
+        self.specs = [None if number in linear_layers else LayerSpec.from_hf(fields, number) for number in range(count)]
         spec = next(spec for spec in self.specs if spec is not None)
         layout: Layout
         if kind == "fp8":
@@ -71,16 +69,15 @@ class Glm5NextFamily:
             None if spec is None else wrapped(wrap_layer, number, SparseMLA(spec, backend=backend))
             for number, spec in enumerate(self.specs)
         ]
-        single, pooled = state_pool(spec.kpool), spec.kpool > 1
-        indexed = {"index": Held(MAIN_POOL, keys, page // spec.kpool, self.recipe)}
-        if pooled:
-            state = compressor_state(dim=spec.index_dim, overlapping=False)
+        pools, indexed = {MAIN_POOL: Pool(page)}, {"index": Held(MAIN_POOL, keys, page // spec.kpool, self.recipe)}
+        if spec.kpool > 1:
+            single, state = state_pool(spec.kpool), compressor_state(dim=spec.index_dim, overlapping=False)
+            pools[single] = Pool(STATE_PAGE, spec.kpool)
             indexed["index_state"] = Held(single, state, STATE_PAGE)
         held: list[dict[str, Held]] = [
             {} if own is None else {"latent": Held(MAIN_POOL, layout, page)} | ({} if own.reuse_topk else indexed)
             for own in self.specs
         ]
-        pools = {MAIN_POOL: Pool(page)} | ({single: Pool(STATE_PAGE, spec.kpool)} if pooled else {})
         self.shape = CacheShape(pools, held, device, linear=linear_layers)
         self._planners = Planners(
             lambda limits: Planner(spec, limits, device, layout=layout),
