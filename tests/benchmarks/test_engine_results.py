@@ -113,6 +113,14 @@ def test_a_race_takes_turns_and_survives_a_failure(tmp_path: Path, capsys: pytes
     assert json.loads((tmp_path / "one.json").read_text()) == results["one"]
 
 
+def test_options_that_benchmarks_share() -> None:
+    race = importlib.import_module("engine_race")
+    turns = race.engine_parser("text", results="vllm", limit=9.0, rounds=7).parse_args(["--serve", "one"])
+    assert (turns.out, turns.rounds, turns.limit, turns.serve) == (Path("benchmarks/results/vllm"), 7, 9.0, "one")
+    alone = vars(race.engine_parser("text", results="sglang", limit=9.0, serves=False).parse_args(["--limit", "2"]))
+    assert alone == {"out": Path("benchmarks/results/sglang"), "logs": None, "limit": 2.0}
+
+
 def test_a_race_stops_at_its_limit(tmp_path: Path) -> None:
     race = importlib.import_module("engine_race")
     slow = race.Process([sys.executable, "-c", "import time; time.sleep(60)"], {})
