@@ -60,16 +60,17 @@ each selected row, key, score, index, query and output once.
 
 {bench_train.DETAILS}
 
-Peers run in turn with ours, in the same process, on the same inputs. flashmla stands for every build of FlashMLA that
+Peers, the kernels of other libraries, run in turn with ours, in the same process, on the same inputs; speedup is
+their time over ours. flashmla stands for every build of FlashMLA that
 is found: flashmla-sgl (sgl-flash-mla, its kernels for Hopper), flashmla-vllm (the copy in vLLM's wheel) and
-flashmla-plain (a package flash_mla without use_legacy); the fastest of them has the ratio. Before their time starts,
+flashmla-plain (a package flash_mla without use_legacy); the fastest of them has the speedup. Before their time starts,
 heads are padded for FlashMLA and the keys of prompts are gathered for DeepGEMM. flashmla-gather, for prompts over FP8
 rows, is vLLM's gather of whole requests as bf16 rows, then FlashMLA's prefill over them, both in its time. fa3 is
 FlashAttention 3 over bf16 rows as pages of one row. vLLM's whole indexer is DeepGEMM's scores, then its own top-k;
 vllm-gather, for prompts, is vLLM's gather of the keys before either, in its time.
 Selections may differ where scores are nearly equal.
 
---report draws what was measured, or what files of --csv hold: a roofline, ratios against peers, and latency against
+--report draws what was measured, or what files of --csv hold: a roofline, speedups over peers, and latency against
 batch and context. It needs matplotlib: {install_command("report")}.
 
 Exits with 1 if a check fails."""
@@ -87,7 +88,7 @@ def register(subcommands: Subcommands) -> None:
         subcommands,
         "bench",
         run,
-        summary="Measure the stages against the machine's limits and against peers",
+        summary="Measure the stages against the machine's limits and against other libraries",
         details=DETAILS,
         example=EXAMPLES,
         usage="[suite] [options]",
@@ -328,7 +329,7 @@ def _print_report(
         print(times_table(rows), end="\n\n")
     notes = [f"{row.peer or 'no peer'} on {row.stage} {row.shape}: {row.note}" for row in rows if row.note]
     notes += unsuited
-    notes += [f"peer {name} is absent: {reason}" for name, reason in absent.items()]
+    notes += bench_door.absent_peers(absent)
     notes += [f"FAILED: {line}" for line in wrong]
     for note in dict.fromkeys(notes):
         print(one_line(note))
@@ -340,7 +341,7 @@ def times_table(rows: "list[Row]") -> str:
     from tamis.lab.bench.record import slower_builds
 
     header = ["stage", "backend", "shape", "heads", "top-k", "layout", "time us", "p10..p90", "host us", "MB"]
-    header += ["TB/s", "TFLOP/s", "roofline us", "of\nroofline", "peer", "peer us", "peer\nhost us", "peer/\nours"]
+    header += ["TB/s", "TFLOP/s", "roofline us", "of\nroofline", "peer", "peer us", "peer\nhost us", "speedup"]
     lines: list[tuple[str, ...]] = []
     last: tuple[str, ...] = ()
     slower = slower_builds(rows)

@@ -78,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
 def train_table(rows: "Sequence[TrainRow]") -> str:
     """One line per row."""
     header = ["heads", "tokens", "rows", "top-k", "stage", "version", "error", "ms", "p10..p90", "TFLOP/s", "peak MB"]
-    header.append("TileLang/\nours")
+    header.append("speedup over\nTileLang")
     lines = [
         (
             *(str(row.heads), str(row.tokens), str(row.rows), str(row.topk), row.stage, row.build or row.version),
