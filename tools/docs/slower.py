@@ -27,13 +27,13 @@ def slower() -> str:
     lines = [
         (
             _words(rows),
-            ", ".join(map(_shape, sorted(rows, key=_requests))),
-            peer,
             span([float(row["ratio"]) for row in rows]),
+            peer,
+            ", ".join(map(_shape, sorted(rows, key=_requests))),
         )
         for (*_, peer), rows in groups.items()
     ]
-    return table(("on one H200", "shapes", "baseline", "speedup"), lines, "lllr") if lines else "Nothing."
+    return table(("on one H200", "speedup", "baseline", "shapes"), lines, "lrll") if lines else "Nothing."
 
 
 def losses(rows: Iterable[Row]) -> list[Row]:
