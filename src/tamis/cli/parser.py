@@ -41,7 +41,7 @@ class Parser(argparse.ArgumentParser):
 
     def _missing(self, found: "re.Match[str]") -> str:
         """What to say of an argument that was left out: what it may be, if that is a short list."""
-        action = next(one for one in self._actions if found[1] in (*one.option_strings, one.dest))
+        action = next(one for one in self._actions if found[1] in (*one.option_strings, one.metavar, one.dest))
         known = f"; one of {', '.join(map(str, action.choices))}" if action.choices is not None else ""
         return f"{found[1]} must be given{known}"
 
