@@ -157,6 +157,11 @@ def test_the_same_checkpoint_can_be_inspected(
         ),
         (["--prompt-ids", "1,x"], "--prompt-ids must be numbers joined by commas"),
         (["--prompt-ids", "1,256"], "--prompt-ids: token id 256 is outside the vocabulary (0-255)."),
+        (
+            ["--prompt", "<s> k7 v3 Hello k7"],
+            "--prompt must be of the words <s>, </s>, k0 to k95, v0 to v63 and w0 to w93 for the tiny trained model, "
+            "got 'Hello'; name a model that knows text with --checkpoint",
+        ),
         (["--prompt-tokens", "0"], "--prompt-tokens must be >= 1"),
         (["--max-new-tokens", "0"], "--max-new-tokens must be >= 1"),
         (["--backend", "nonesuch"], "--backend must be one of auto, hopper, triton, reference; got 'nonesuch'."),

@@ -59,3 +59,15 @@ def test_places_that_cannot_be_written_to(tmp_path: Path, capsys: pytest.Capture
     for place in (tmp_path / "file", tmp_path / "nowhere" / "recall"):
         assert main(["train-demo", "--out", str(place)]) == 2
         assert "--out must be a folder, or a new one in an existing folder" in capsys.readouterr().err
+
+
+def test_a_folder_is_tried_before_the_minutes_of_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("tamis.lab.training.stages.train", pytest.fail)
+    monkeypatch.setattr("os.access", lambda *given: False)  # root may write anywhere
+    assert main(["train-demo", "--out", str(tmp_path)]) == 2
+    assert "--out must be a folder that can be written to, got " in capsys.readouterr().err
+    if Path("/proc/self").is_dir():  # where not even root can make a folder
+        assert main(["train-demo", "--out", "/proc/recall"]) == 2
+        assert "/proc/recall" in capsys.readouterr().err

@@ -48,6 +48,11 @@ WRONG = {
     "size --model gpt-2": "--model must be one of deepseek-v3.2, glm-5, ",
     "size --model glm-5 --memory 0": "--memory must be a size above 0 such as 80, 80GB or 74.5GiB, got '0'",
     "size --model glm-5 --revision x": "--revision must be given with the id of a model on the Hub",
+    "size --model glm-5 --context 1m": "--context must be a whole number >= 1, or one such as 128k, got '1m'",
+    "size --model glm-5 --context 0k": "--context must be >= 1, got 0",
+    "size": "--model must be given (see 'tamis size --help')",
+    "cache": "action must be given; one of info, clear (see 'tamis cache --help')",
+    "": "command must be given; one of demo, generate, ",
     "cache empty": "action must be one of info, clear; got 'empty'.",
     "completion tcsh": "shell must be one of bash, zsh, fish; got 'tcsh'.",
 }
@@ -103,6 +108,11 @@ def test_shapes_follow_the_grammar_of_batches(text: str) -> None:
             values.shapes(wrong)
         with pytest.raises(ValueError, match="groups like"):
             parse_shape(wrong)
+
+
+@pytest.mark.parametrize(("text", "count"), [("1", 1), ("131072", 1 << 17), ("128k", 1 << 17), ("1024K", 1 << 20)])
+def test_tokens_may_be_counted_in_thousands_of_1024(text: str, count: int) -> None:
+    assert values.tokens(text) == count
 
 
 @pytest.mark.parametrize(

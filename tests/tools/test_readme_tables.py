@@ -7,7 +7,7 @@ from statistics import median
 from xml.etree import ElementTree
 
 from tamis.lab.offline.triton import TARGETS
-from tools.docs import badges, engines, hardware, models, results, slower, speed
+from tools.docs import badges, doors, engines, glance, hardware, models, results, slower, speed
 from tools.docs.results import RESULTS
 
 
@@ -108,13 +108,67 @@ def test_a_loss_is_the_newest_run_of_the_default_backend_against_its_fastest_pee
 
 def test_every_loss_is_in_the_table_with_its_baseline() -> None:
     table = lines(slower.slower())
-    shown = sum(len(shapes.split(", ")) for _, shapes, *_ in table)
+    shown = sum(len(shapes.split(", ")) for *_, shapes in table)
     every = slower.losses(row for name in results.names() for row in results.read(name))
     assert shown == len(every) > 0
     assert ["scores and top-k in one call", "DeepGEMM + vLLM"] in [
         [what.split(",")[0], peer] for what, _, peer, _ in table
     ]
-    assert all(float(ratio) < 1 for *_, span in table for ratio in span.split(" to "))
+    assert all(float(ratio) < 1 for _, span, *_ in table for ratio in span.split(" to "))
+
+
+def test_the_table_at_a_glance_counts_every_comparison_and_every_loss() -> None:
+    found = glance.everything()
+    stages = slower.compared(row for name in results.names() for row in results.read(name))
+    calls = doors.compared(doors.read())
+    ratios = [float(row["ratio"]) for row in (*stages, *calls)] + [race.throughput for race in engines.races()]
+    assert sorted(ratio for kind in found for ratio in kind.ratios) == sorted(ratios)
+    table = lines(glance.glance())
+    lost, measured = (sum(int(line[2].strip("*").split(" of ")[place]) for line in table) for place in (0, 1))
+    assert (lost, measured) == (len([ratio for ratio in ratios if ratio < 1]), len(ratios))
+    for _, middle, count, span, _ in table:
+        low = float(span.split(" to ")[0])
+        assert count.startswith("**") == (not count.startswith("0 of")), count
+        assert not count.startswith("0 of") or low >= 1, span
+        assert middle.startswith("**") == (float(middle.strip("*")) < 1)
+    medians = [float(line[1].strip("*")) for line in table]
+    assert medians == sorted(medians, reverse=True)
+
+
+def test_the_sentence_under_the_plot_names_each_kind_with_a_loss() -> None:
+    text, found = glance.score(), glance.everything()
+    ratios = [ratio for kind in found for ratio in kind.ratios]
+    assert f"In **{len([r for r in ratios if r >= 1])} of {len(ratios)}** comparisons" in text
+    for kind in found:
+        low = min(kind.ratios)
+        assert (f"{kind.what}" in text and f"(**{low:.2f}**)" in text) or low >= 1, kind.what
+
+
+def test_heads_prompts_and_builds_are_kinds_of_their_own() -> None:
+    def row(shape: str, heads: str, ratio: str, peer: str = "flashmla-sgl", stage: str = "attend") -> dict[str, str]:
+        return {"stage": stage, "shape": shape, "heads": heads, "layout": "v32-fp8", "peer": peer, "ratio": ratio}
+
+    found = glance.kinds(
+        [
+            row("8q1s16k", "16", "2"),
+            row("8q2s16k", "32", "1.5", "flashmla-vllm"),
+            row("8q1s16k", "64", "1.2"),
+            row("8q1s16k", "128", "0.9"),
+            row("1q4096s8k", "64", "1.1"),
+            row("1q4096s8k", "128", "1.3", "flashmla-gather"),
+            row("8q1s16k", "64", "0.8", "deepgemm", "scores"),
+            row("8q1s16k", "", "1.4", "vllm", "topk"),
+            row("1q4096s8k", "", "1.6", "vllm", "topk"),
+        ]
+    )
+    assert [(kind.what, kind.ratios, kind.baselines, kind.heads) for kind in found] == [
+        ("decode over FP8 rows", [2.0, 1.5], {"FlashMLA"}, {16, 32}),
+        ("decode over FP8 rows", [1.2], {"FlashMLA"}, {64}),
+        ("decode over FP8 rows", [0.9], {"FlashMLA"}, {128}),
+        ("prompt over FP8 rows", [1.1, 1.3], {"FlashMLA"}, {64, 128}),
+        ("indexer scores, decodes", [0.8], {"DeepGEMM"}, set()),
+        ("exact top-k", [1.4, 1.6], {"vLLM"}, set()),
+    ]
 
 
 def test_badges_say_what_the_package_says() -> None:

@@ -16,6 +16,7 @@ from tools.docs import (
     doors,
     engines,
     flow,
+    glance,
     hardware,
     install,
     layouts,
@@ -57,6 +58,7 @@ TEXTS: dict[str, Callable[[], str]] = {
     "cpu step": results.cpu_step,
     "engines": engines.engines,
     "exit codes": commands.exit_codes,
+    "glance": glance.glance,
     "hardware": hardware.hardware,
     "install": install.first,
     "install cpu": install.cpu,
@@ -77,6 +79,7 @@ TEXTS: dict[str, Callable[[], str]] = {
     "parallel memory": parallelism.memory,
     "parallel prompts": parallelism.prompts,
     "prompts": speed.prompts,
+    "score": glance.score,
     "results": lambda: "\n\n".join(
         text for text in (doors.everything(), results.everything(), train_times.everything()) if text
     ),

@@ -23,16 +23,26 @@ def slower() -> str:
     """A line for each stage, format and number of heads with a loss: the shapes, the baseline and the speedups."""
     groups: dict[tuple[str, ...], list[Row]] = {}
     for row in losses(row for name in results.names() for row in results.read(name)):
-        groups.setdefault((row["stage"], row["layout"], row["heads"], _peer(row)), []).append(row)
+        groups.setdefault((row["stage"], row["layout"], row["heads"], baseline(row)), []).append(row)
     lines = [
-        (_words(rows), ", ".join(map(_shape, sorted(rows, key=_requests))), peer, _span(rows))
+        (
+            _words(rows),
+            span([float(row["ratio"]) for row in rows]),
+            peer,
+            ", ".join(map(_shape, sorted(rows, key=_requests))),
+        )
         for (*_, peer), rows in groups.items()
     ]
-    return table(("on one H200", "shapes", "baseline", "speedup"), lines, "lllr") if lines else "Nothing."
+    return table(("on one H200", "speedup", "baseline", "shapes"), lines, "lrll") if lines else "Nothing."
 
 
 def losses(rows: Iterable[Row]) -> list[Row]:
     """The calls that the default backend loses to the fastest of its peers, in their newest run."""
+    return [row for row in compared(rows) if float(row["ratio"]) < 1]
+
+
+def compared(rows: Iterable[Row]) -> list[Row]:
+    """Every call of the default backend in its newest run, against the fastest of its peers."""
     calls: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
         if row["ratio"]:
@@ -41,9 +51,7 @@ def losses(rows: Iterable[Row]) -> list[Row]:
     for same in calls.values():
         newest = max(same, key=lambda row: (-results.PREFERENCE.index(row["backend"]), row["time"]))
         run = [row for row in same if (row["backend"], row["commit"]) == (newest["backend"], newest["commit"])]
-        row = min(run, key=lambda row: float(row["ratio"]))
-        if float(row["ratio"]) < 1:
-            found.append(row)
+        found.append(min(run, key=lambda row: float(row["ratio"])))
     return found
 
 
@@ -54,7 +62,7 @@ def _words(rows: Sequence[Row]) -> str:
     return ", ".join(part for part in (*parts, f"{row['heads']} heads" if row["heads"] else "") if part)
 
 
-def _peer(row: Row) -> str:
+def baseline(row: Row) -> str:
     """What was timed against: vLLM's top-k needs scores, which are DeepGEMM's where a call makes both."""
     return ("DeepGEMM + " if row["stage"] == "index" else "") + results.PEERS[row["peer"]]
 
@@ -70,6 +78,10 @@ def _shape(row: Row) -> str:
     return f"{len(new)} x {new[0]} of {lengths[0] // 1024}K"
 
 
-def _span(rows: Sequence[Row]) -> str:
-    low, high = (choose(float(row["ratio"]) for row in rows) for choose in (min, max))
-    return " to ".join(dict.fromkeys((f"{low:.2f}", f"{high:.2f}")))
+def _ratios(rows: Sequence[Row]) -> list[float]:
+    return [float(row["ratio"]) for row in rows]
+
+
+def span(ratios: Sequence[float]) -> str:
+    """`0.97 to 0.99`; one number if both round to it."""
+    return " to ".join(dict.fromkeys((f"{min(ratios):.2f}", f"{max(ratios):.2f}")))

@@ -37,7 +37,21 @@ def headline() -> str:
                 lines.append((stage, words, *(times.get(number, "-") for number in heads)))
     one = rows[0]
     said = f"{one['gpu']}, {one['tokens']} queries, top-k {one['topk']} of {one['rows']} rows, bf16, width 576:"
-    return f"{said}\n\n{table(header, lines, 'll' + 'r' * len(heads))}"
+    return f"{said}\n\n{table(header, lines, 'll' + 'r' * len(heads))}\n\n{deterministic(rows)}"
+
+
+def deterministic(rows: list[Row]) -> str:
+    """What the deterministic mode of the CUDA C++ kernels costs: times as long, and the most memory."""
+    ours = {(row["stage"], row["heads"]): row for row in rows if row["version"] == "tamis hopper"}
+    pairs = [(stage, heads) for stage, heads in ours if (f"{stage}, deterministic", heads) in ours]
+    costs = []
+    for stage in dict.fromkeys(stage for stage, _ in pairs):
+        same = [(ours[pair], ours[f"{stage}, deterministic", pair[1]]) for pair in pairs if pair[0] == stage]
+        ratios = [float(after["median_ms"]) / float(before["median_ms"]) for before, after in same]
+        span = " to ".join(dict.fromkeys((f"{min(ratios):.1f}", f"{max(ratios):.1f}")))
+        most = max(float(after["peak_mb"]) for _, after in same)
+        costs.append(f"{stage} takes {span} times as long and up to {most / 1000:.1f} GB")
+    return f"In the deterministic mode of the CUDA C++ kernels, {', and '.join(costs)}."
 
 
 def everything() -> str:

@@ -43,33 +43,50 @@ PEERS = (
 REPEATS = {"cuda": 25, "cpu": 5}
 
 DETAILS = f"""\
-Suites: smoke (tiny, any machine), decode (V3.2 FP8, top-k 2048, 1 to 128 requests of 16K, 8 to 128 heads), prefill
-(512 and 4096 tokens over 8K to 128K, bf16 and FP8 rows), write (write and gather of 64K tokens, translation of
-128 x 2048), v4 (a window of 128 and 512 compressed entries), index (scores over 64K and 128K FP8 keys, top-k 2048 of
-up to 1M scores, some mostly equal, and both in one call), select (the same stages for 512 to 4096 tokens of a prompt
-over 8K to 128K keys, and for two decodes; each token sees the keys up to its own). Options replace a suite's own
-numbers, --stage keeps some of its stages; --shape without a suite measures decode-like attention of that shape.
-
 The stages to be timed are verified first, in the formats to be timed; if a check fails, no time is printed. Times are
 medians over replays of a CUDA graph (on a CPU: of calls) on rotated inputs that exceed the cache several times over,
-with the 10th and 90th percentile; "host us" is the time until a call returns, on a GPU that had nothing to do. The
-roofline is the larger of bytes over bandwidth and operations over peak (twice the peak for FP8 products); bytes count
-each selected row, key, score, index, query and output once.
+with the 10th and 90th percentile. Peers are kernels of other libraries; they run in turn with ours, in the same
+process, on the same inputs, and speedup is their time over ours. A suite is a list of shapes:
+
+- smoke: the main stages with tiny shapes, on any machine
+- decode: V3.2, FP8 rows, top-k 2048, 1 to 128 requests of 16K, 8 to 128 heads
+- prefill: 512 and 4096 tokens over 8K to 128K, bf16 and FP8 rows
+- write: write and gather of 64K tokens, translation of 128 x 2048
+- v4: a window of 128 and 512 compressed entries
+- index: scores over 64K and 128K FP8 keys, top-k 2048 of up to 1M scores, some mostly equal, and both in one call
+- select: the same stages for 512 to 4096 tokens of a prompt over 8K to 128K keys, and for two decodes; each token sees
+the keys up to its own
+- door: the functions that a program calls
+- train: what tamis.train runs
+
+Options replace a suite's own numbers, --stage keeps some of its stages; --shape without a suite measures decode-like
+attention of that shape.
 
 {bench_door.DETAILS}
 
 {bench_train.DETAILS}
 
-Peers run in turn with ours, in the same process, on the same inputs. flashmla stands for every build of FlashMLA that
-is found: flashmla-sgl (sgl-flash-mla, its kernels for Hopper), flashmla-vllm (the copy in vLLM's wheel) and
-flashmla-plain (a package flash_mla without use_legacy); the fastest of them has the ratio. Before their time starts,
-heads are padded for FlashMLA and the keys of prompts are gathered for DeepGEMM. flashmla-gather, for prompts over FP8
-rows, is vLLM's gather of whole requests as bf16 rows, then FlashMLA's prefill over them, both in its time. fa3 is
-FlashAttention 3 over bf16 rows as pages of one row. vLLM's whole indexer is DeepGEMM's scores, then its own top-k;
-vllm-gather, for prompts, is vLLM's gather of the keys before either, in its time.
+Peers that --against can name:
+
+- flashmla: every build of FlashMLA that is found; the fastest of them has the speedup. Heads are padded before its time
+starts
+- flashmla-sgl, flashmla-vllm, flashmla-plain: one build: the wheel sgl-flash-mla (its kernels for Hopper), the copy in
+vLLM's wheel, a package flash_mla without use_legacy
+- flashmla-gather: for prompts over FP8 rows, vLLM's gather of whole requests as bf16 rows, then FlashMLA's prefill over
+them, both in its time
+- fa3: FlashAttention 3 over bf16 rows as pages of one row
+- deepgemm: index scores; the keys of prompts are gathered before its time starts
+- vllm: vLLM's top-k; for the whole indexer, DeepGEMM's scores and then that
+- vllm-gather: for prompts, the same with vLLM's gather of the keys in its time
+- torch: the same work in plain torch
+
 Selections may differ where scores are nearly equal.
 
---report draws what was measured, or what files of --csv hold: a roofline, ratios against peers, and latency against
+"host us" is the time until a call returns, on a GPU that had nothing to do. The roofline is the larger of bytes over
+bandwidth and operations over peak (twice the peak for FP8 products); bytes count each selected row, key, score, index,
+query and output once.
+
+--report draws what was measured, or what files of --csv hold: a roofline, speedups over peers, and latency against
 batch and context. It needs matplotlib: {install_command("report")}.
 
 Exits with 1 if a check fails."""
@@ -87,7 +104,7 @@ def register(subcommands: Subcommands) -> None:
         subcommands,
         "bench",
         run,
-        summary="Measure the stages against the machine's limits and against peers",
+        summary="Measure the stages against the machine's limits and against other libraries",
         details=DETAILS,
         example=EXAMPLES,
         usage="[suite] [options]",
@@ -120,8 +137,7 @@ def register(subcommands: Subcommands) -> None:
         "--against",
         type=names(PEERS),
         metavar="PEER,...",
-        help="flashmla (all its builds), one build (flashmla-sgl, flashmla-vllm, flashmla-plain), flashmla-gather, "
-        "fa3, deepgemm, vllm, vllm-gather, torch or none (default: those that can be imported)",
+        help="some of the peers above, or none (default: those that can be imported)",
     )
     parser.add_argument("--repeats", type=whole(1), metavar="N", help="timed rounds (default: 25 on a GPU, 5 on a CPU)")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="append the rows to this file")
@@ -328,7 +344,7 @@ def _print_report(
         print(times_table(rows), end="\n\n")
     notes = [f"{row.peer or 'no peer'} on {row.stage} {row.shape}: {row.note}" for row in rows if row.note]
     notes += unsuited
-    print_notes([*notes, *(f"peer {name} is absent: {reason}" for name, reason in absent.items())], wrong)
+    print_notes([*notes, *bench_door.absent_peers(absent)], wrong)
 
 
 def times_table(rows: "list[Row]") -> str:
@@ -337,7 +353,7 @@ def times_table(rows: "list[Row]") -> str:
     from tamis.lab.bench.record import slower_builds
 
     header = ["stage", "backend", "shape", "heads", "top-k", "layout", "time us", "p10..p90", "host us", "MB"]
-    header += ["TB/s", "TFLOP/s", "roofline us", "of\nroofline", "peer", "peer us", "peer\nhost us", "peer/\nours"]
+    header += ["TB/s", "TFLOP/s", "roofline us", "of\nroofline", "peer", "peer us", "peer\nhost us", "speedup"]
     lines: list[tuple[str, ...]] = []
     last: tuple[str, ...] = ()
     slower = slower_builds(rows)

@@ -35,7 +35,7 @@ door times the functions that a program calls: FlashMLA's drop-ins flash_mla_wit
 SparseMLA (a whole layer call), attend_positions, forward_mqa (the method that vLLM calls), attend, index_topk,
 SparseV4, write_kv and plan (Planner.plan). Each has three times: replayed from a CUDA graph, called back to back, and
 on the host alone; and the number of kernels that a call launches. A result that is wrong gets no time. Peers are the
-builds of FlashMLA, and DeepGEMM with vLLM's top-k; a ratio is against the fastest of them. --doors, --heads, --batch,
+builds of FlashMLA, and DeepGEMM with vLLM's top-k; the speedup is over the fastest of them. --doors, --heads, --batch,
 --quick and --long choose what is measured. On a CPU the shapes are tiny."""
 
 
@@ -102,7 +102,7 @@ def run(options: argparse.Namespace) -> int:
     print(doors_table(rows), end="\n\n")
     notes = [f"{row.version} on {row.shape}, {row.heads} heads: {row.note}" for row in rows if row.note]
     notes += missing
-    print_notes([*notes, *(f"peer {name} is absent: {reason}" for name, reason in absent.items())], wrong)
+    print_notes([*notes, *absent_peers(absent)], wrong)
     return FAILED if wrong else OK
 
 
@@ -124,10 +124,22 @@ def _measured(
     return rows, wrong, list(dict.fromkeys(missing))
 
 
+def absent_peers(absent: dict[str, str]) -> list[str]:
+    """A line for each reason, with all peers that are absent for it."""
+    reasons: dict[str, list[str]] = {}
+    for name, reason in absent.items():
+        reasons.setdefault(reason, []).append(name)
+    lines = []
+    for reason, found in reasons.items():
+        noun, verb = ("peers", "are") if len(found) > 1 else ("peer", "is")
+        lines.append(f"{noun} {', '.join(found)} {verb} absent: {reason}")
+    return lines
+
+
 def doors_table(rows: "Sequence[DoorRow]") -> str:
     """One line per row; a cell's shape is printed once."""
     header = ["shape", "layout", "heads", "top-k", "function", "version", "error", "graph", "eager", "host"]
-    header += ["kernels", "copies", "fastest peer/\nours", "back to\nback"]
+    header += ["kernels", "copies", "speedup over\nfastest peer", "back to\nback"]
     lines: list[tuple[str, ...]] = []
     last: tuple[str, ...] = ()
     for row in rows:

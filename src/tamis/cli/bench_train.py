@@ -82,7 +82,7 @@ def _measured(
 def train_table(rows: "Sequence[TrainRow]") -> str:
     """One line per row."""
     header = ["heads", "tokens", "rows", "top-k", "stage", "version", "error", "ms", "p10..p90", "TFLOP/s", "peak MB"]
-    header.append("TileLang/\nours")
+    header.append("speedup over\nTileLang")
     lines = [
         (
             *(str(row.heads), str(row.tokens), str(row.rows), str(row.topk), row.stage, row.build or row.version),

@@ -14,7 +14,7 @@ from tamis.cli.text import printable
 if TYPE_CHECKING:
     from tamis.cuda.cubin_files import Kept
 
-MOVING = "set XDG_CACHE_HOME: the folder is then $XDG_CACHE_HOME/tamis/cubin (other programs move theirs too)"
+MOVING = "set XDG_CACHE_HOME; the folder is then $XDG_CACHE_HOME/tamis/cubin, and other programs move theirs too"
 
 DETAILS = """\
 CUDA C++ kernels are compiled on first use, which takes seconds each, and kept in a folder of this user for other

@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Any
 from tamis._extras import install_command
 from tamis.cli.data import print_json
 from tamis.cli.machine import check_backend, describe_machine, let_waiting_threads_sleep, machine_line, pick_device
-from tamis.cli.model import add_model_options, check_model_options, load_model, model_titles, synthetic_question
+from tamis.cli.model import (
+    add_model_options,
+    check_model_options,
+    check_words,
+    load_model,
+    model_titles,
+    synthetic_question,
+)
 from tamis.cli.parser import OK, Subcommands, add_command
 from tamis.cli.progress import Progress
 from tamis.cli.text import printable
@@ -49,7 +56,11 @@ def register(subcommands: Subcommands) -> None:
     )
     add_model_options(parser)
     prompt = parser.add_mutually_exclusive_group()
-    prompt.add_argument("--prompt", metavar="TEXT", help="text to continue; needs a checkpoint with a tokenizer")
+    prompt.add_argument(
+        "--prompt",
+        metavar="TEXT",
+        help="text to continue; needs a checkpoint with a tokenizer, or the words of a trained model",
+    )
     prompt.add_argument("--prompt-ids", type=wholes(0), metavar="N,...", help="prompt to continue, as token ids")
     prompt.add_argument(
         "--prompt-tokens",
@@ -71,6 +82,7 @@ def run(options: argparse.Namespace) -> int:
     model, tokenizer, source = load_model(options, device)
     from tamis.lab import generation
 
+    check_words(options, options.prompt)
     question = synthetic_question(options, QUESTION_TOKENS)
     ids = options.prompt_ids if question is None else question.prompt
     prompt = generation.prompt_ids(
@@ -120,8 +132,9 @@ def _asked(question: "Question", tokenizer: Any) -> str:
 
 def _summary(result: "Generated", cache: str) -> str:
     speed = result.tokens_per_second
+    count = len(result.prompt)
     return (
-        f"{len(result.prompt)} tokens of prompt in {result.prefill_seconds:.2f} s, "
+        f"{count} token{'' if count == 1 else 's'} of prompt in {result.prefill_seconds:.2f} s, "
         f"{len(result.tokens)} new ones in {result.decode_seconds:.2f} s"
         f"{'' if speed is None else f' ({speed:.1f} tokens/s)'}, {cache} pages"
     )

@@ -12,6 +12,7 @@ from tamis.cli.machine import check_backend, describe_machine, let_waiting_threa
 from tamis.cli.model import (
     add_model_options,
     check_model_options,
+    check_words,
     is_trained,
     load_model,
     model_titles,
@@ -73,7 +74,11 @@ def register(subcommands: Subcommands) -> None:
     )
     add_model_options(parser)
     prompt = parser.add_mutually_exclusive_group()
-    prompt.add_argument("--prompt", metavar="TEXT", help="the prompt; needs a checkpoint with a tokenizer")
+    prompt.add_argument(
+        "--prompt",
+        metavar="TEXT",
+        help="the prompt; needs a checkpoint with a tokenizer, or the words of a trained model",
+    )
     prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="text file with the prompt")
     prompt.add_argument("--prompt-ids", type=wholes(0), metavar="N,...", help="the prompt as token ids")
     prompt.add_argument(
@@ -115,6 +120,7 @@ def run(options: argparse.Namespace) -> int:
     from tamis import checks
     from tamis.lab.inspection import inspect_model
 
+    check_words(options, text)
     question = None if text is not None else synthetic_question(options, TOKENS)
     ids = options.prompt_ids if question is None else question.prompt
     tokens = _prompt(options, text, ids, model, tokenizer)

@@ -7,6 +7,7 @@ from tamis.cli import hub
 from tamis.cli import options as shared
 from tamis.cli.memory import out_of_memory
 from tamis.cli.progress import waiting
+from tamis.cli.text import one_line
 from tamis.cli.values import whole
 from tamis.integrations.hf.names import MODELS
 
@@ -101,6 +102,24 @@ def load_model(options: argparse.Namespace, device: "torch.device") -> tuple[Any
 def is_trained(options: argparse.Namespace) -> bool:
     """Whether the model is one of the trained ones that are part of tamis."""
     return options.checkpoint is None and options.model in TRAINED
+
+
+def check_words(options: argparse.Namespace, text: str | None) -> None:
+    """Refuse words that a trained model does not have: its tokenizer would read all of them as one of its own."""
+    if text is None or not is_trained(options):
+        return
+    from tamis.lab.training.task import KEYS, VALUES, WORDS, vocabulary
+
+    known = frozenset(vocabulary())
+    unknown = next((word for word in text.split() if word not in known), None)
+    if unknown is not None:
+        option = "--prompt" if options.prompt is not None else "--prompt-file"
+        words = f"<s>, </s>, k0 to k{KEYS - 1}, v0 to v{VALUES - 1} and w0 to w{WORDS - 1}"
+        shown = one_line(unknown[:40])
+        raise ValueError(
+            f"{option} must be of the words {words} for the tiny trained model, got {shown!r}; "
+            "name a model that knows text with --checkpoint"
+        )
 
 
 def synthetic_question(options: argparse.Namespace, default: int) -> "Question | None":

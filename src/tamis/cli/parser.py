@@ -36,7 +36,14 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Exit with code 2. `argument --heads: must be ...` becomes `--heads must be ...`."""
         message = re.sub(r"^argument (?:\S+/)?(\S+): (?=must |needs |\S+: )", r"\1 ", message).removeprefix("argument ")
+        message = re.sub(r"^the following arguments are required: ([^,]+).*", self._missing, message)
         self.exit(USAGE, f"tamis: error: {one_line(message)} (see '{self.prog} --help')\n")
+
+    def _missing(self, found: "re.Match[str]") -> str:
+        """What to say of an argument that was left out: what it may be, if that is a short list."""
+        action = next(one for one in self._actions if found[1] in (*one.option_strings, one.metavar, one.dest))
+        known = f"; one of {', '.join(map(str, action.choices))}" if action.choices is not None else ""
+        return f"{found[1]} must be given{known}"
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         """Refuse a value that is not among the choices, in the wording that all errors share."""

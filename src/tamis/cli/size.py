@@ -13,7 +13,7 @@ from tamis.cli.parser import OK, Subcommands, add_command
 from tamis.cli.progress import waiting
 from tamis.cli.table import render_table
 from tamis.cli.text import printable
-from tamis.cli.values import memory, whole
+from tamis.cli.values import memory, tokens, whole
 
 if TYPE_CHECKING:
     from tamis.cache.sizes import CacheSizes
@@ -40,7 +40,7 @@ Rows are the same for all heads, so tensor parallelism does not divide them: eac
 parallelism divides requests among ranks, and context parallelism divides the tokens of a request."""
 
 EXAMPLES = """\
-tamis size --model deepseek-v3.2 --context 131072 --tp 8 --memory 40
+tamis size --model deepseek-v3.2 --context 128k --tp 8 --memory 40
 tamis size --model deepseek-v4-flash --context 1048576 --memory 74.5GiB --json
 tamis size --model ./model --context 65536 --cache bf16"""
 
@@ -65,7 +65,11 @@ def register(subcommands: Subcommands) -> None:
     )
     add_revision(parser)
     parser.add_argument(
-        "--context", type=whole(1), default=131072, metavar="N", help="tokens of one request (default: 131072)"
+        "--context",
+        type=tokens,
+        default=131072,
+        metavar="N",
+        help="tokens of one request, such as 131072 or 128k (default: 131072)",
     )
     parser.add_argument("--tp", type=whole(1), default=1, metavar="N", help="ranks of tensor parallelism (default: 1)")
     parser.add_argument(

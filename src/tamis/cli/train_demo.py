@@ -1,6 +1,7 @@
 """`tamis train-demo`: train a tiny model and its indexers through tamis, and measure what they learned."""
 
 import argparse
+import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -127,6 +128,9 @@ def _check_folder(out: Path | None, force: bool) -> None:
         raise ValueError(f"--out must be a folder, or a new one in an existing folder, got {out}; choose another place")
     if out.is_dir() and any(out.iterdir()) and not force:
         raise ValueError(f"--out must be a new or empty folder, got {out} with files in it; --force overwrites them")
+    out.mkdir(exist_ok=True)
+    if not os.access(out, os.W_OK):
+        raise ValueError(f"--out must be a folder that can be written to, got {out}; choose another place")
 
 
 def _stages_table(points: list[Any]) -> str:

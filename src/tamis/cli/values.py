@@ -33,6 +33,16 @@ def whole(low: int, high: int = LARGEST) -> Callable[[str], int]:
     return value
 
 
+def tokens(text: str) -> int:
+    """A number of tokens of at least 1: 131072, or 128k for 128 * 1024, as in shapes."""
+    found = re.fullmatch(r"(\d{1,15})[kK]", text)
+    try:
+        return whole(1)(text if found is None else str(int(found[1]) * 1024))
+    except ArgumentTypeError as error:
+        told = str(error).replace("a whole number >= 1", "a whole number >= 1, or one such as 128k")
+        raise ArgumentTypeError(told) from None
+
+
 def wholes(low: int, high: int = LARGEST) -> Callable[[str], list[int]]:
     """Integers joined by commas."""
     one = whole(low, high)

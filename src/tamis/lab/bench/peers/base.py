@@ -77,4 +77,4 @@ def build_of(distribution: str) -> str:
 def need_gpu(device: torch.device) -> None:
     """Raise `Unsupported` if the device is not a GPU."""
     if device.type != "cuda":
-        raise Unsupported(f"its kernels do not run on {device.type}")
+        raise Unsupported(f"no kernels for {device.type}")
