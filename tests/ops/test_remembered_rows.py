@@ -5,7 +5,9 @@ import torch
 from pretended import Pretended
 from remembered import (
     Change,
+    Given,
     added,
+    calls_of,
     compare,
     every_other,
     in_place,
@@ -24,7 +26,7 @@ from remembered import (
 )
 from torch import Tensor
 
-from tamis.cache.layout import v32_fp8
+from tamis.cache.layout import rows, v32_fp8
 
 pytestmark = pytest.mark.own_settings("changes settings itself")
 BF16 = torch.bfloat16
@@ -124,6 +126,52 @@ INDEX: dict[str, Change] = {
 def test_index_topk(pretended: Pretended, name: str) -> None:
     base = indexing()
     compare(pretended, run_index, base, INDEX[name](dict(base)))
+
+
+ROW_BYTES = 9 * 64 * 4
+"""Scores of one token."""
+CHUNKED: dict[str, Change] = {
+    "nothing": lambda given: given,
+    "addresses": lambda given: given | by_hopper(given["workspace_bytes"]),
+    "more tokens": lambda given: given | by_hopper(given["workspace_bytes"], 8),
+    "another workspace": added(workspace_bytes=3 * ROW_BYTES),
+    "a prompt": added(block_table=lambda: ints(1, 9)),
+    "query with gaps": in_place("q", widened),
+    "query 8 bytes off": in_place("q", lambda q: shifted(q, 8)),
+    "query 16 bytes off": in_place("q", lambda q: shifted(q, 16)),
+    "pages 4 bytes off": added(cache=lambda: unaligned_cache("index-fp8")),
+    "pages with gaps": added(cache=lambda: with_gaps("index-fp8")),
+    "weights with gaps": in_place("weights", widened),
+    "one weight for all": in_place("weights", lambda weights: weights[:1].expand(5, -1)),
+    "ids with gaps": in_place("request_ids", every_other),
+    "lengths with gaps": in_place("lengths", every_other),
+    "one length for all": in_place("lengths", lambda lengths: lengths[:1].expand(5)),
+    "table with gaps": in_place("block_table", widened),
+    "an output": added(out=lambda: ints(5, 64)),
+    "bf16 keys": lambda given: given | {"cache": paged(rows(latent=128, rope=0)), "q": given["q"].bfloat16()},
+    "mxfp4 keys": added(cache=lambda: paged("index-mxfp4")),
+}
+
+
+def by_hopper(workspace_bytes: int, tokens: int = 5) -> Given:
+    """A call that CUDA C++ scores."""
+    given = indexing(tokens, heads=16) | {"workspace_bytes": workspace_bytes}
+    return given | {"q": given["q"].to(torch.float8_e4m3fn)}
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 9])
+@pytest.mark.parametrize("name", CHUNKED)
+def test_index_topk_in_chunks(pretended: Pretended, name: str, chunk: int) -> None:
+    """A chunk of one token is contiguous, whatever the call's strides are."""
+    base = by_hopper(chunk * ROW_BYTES)
+    compare(pretended, run_index, base, CHUNKED[name](dict(base)))
+
+
+def test_a_chunk_more_does_little(pretended: Pretended) -> None:
+    """Two launches, the address of a map, two calls of the driver, and no look at a tensor."""
+    with torch.no_grad():
+        few, many = (calls_of(run_index, by_hopper(room * ROW_BYTES)) for room in (5, 1))
+    assert (many - few) / 4 <= 5
 
 
 def test_positions_are_separate_from_inputs_in_every_call(pretended: Pretended) -> None:

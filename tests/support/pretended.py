@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from tamis import backends, checks
-from tamis.cuda import device, launch
+from tamis.cuda import device, launch, tile_map
 from tamis.cuda.params import field_places, params_format
 from tamis.ops import library, memory
 from tamis.ops.attention.hopper import few_heads, many_heads, splits
 from tamis.ops.index import scoring
-from tamis.ops.index.hopper import topk, topk_rows
+from tamis.ops.index.hopper import scores, topk, topk_rows
 from tamis.ops.select import triton_kernels as select_kernels
 from tamis.ops.translate import triton_kernels as translate_kernels
 from tamis.ops.write import triton_kernels as write_kernels
@@ -55,6 +55,10 @@ class Cuda:
         self.functions[function._obj.value] = name.decode()
         return 0
 
+    def cuTensorMapEncodeTiled(self, made: Any, kind: int, rank: int, address: Any, *shape: Any) -> int:
+        ctypes.memmove(made.value, struct.pack("P", address.value), struct.calcsize("P"))
+        return 0
+
     def cuLaunchKernelEx(self, config: Any, function: Any, pointers: Any, extra: None) -> int:
         params = self.params[function.value]
         letters = f"@{params_format(params).letters}"
@@ -65,6 +69,8 @@ class Cuda:
             name: Pointed(value) if place.letter == "P" else value
             for (name, place), value in zip(places.items(), values, strict=True)
         }
+        for second in pointers[1:]:
+            named["map"] = Pointed(ctypes.c_void_p.from_address(second).value)
         assert config._obj.stream == STREAM
         self.seen(self.functions[function.value], tuple(config._obj.grid), named)
         return 0
@@ -119,7 +125,8 @@ class Pretended:
             initialise(made, kernel, params, **options)
 
         monkeypatch.setattr(launch.Launch, "__init__", register)
-        monkeypatch.setattr(launch, "driver", lambda: launch.Driver(fake))
+        for module in (launch, tile_map):
+            monkeypatch.setattr(module, "driver", lambda: launch.Driver(fake))
         monkeypatch.setattr(launch, "compiled", lambda *given, **options: b"")
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *given: (9, 0))
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -127,7 +134,7 @@ class Pretended:
         monkeypatch.setattr(backends.Backend, "device_refusals", lambda *given: [])
         monkeypatch.setattr(checks, "visible", lambda tensor: False)
         monkeypatch.setattr(memory, "remembered_on", lambda tensor: self.remembers and tensor.device.type == "cpu")
-        for module in (few_heads, many_heads, topk, scoring, device):
+        for module in (few_heads, many_heads, scores, topk, scoring, device):
             monkeypatch.setattr(module, "sm_count", lambda where: SMS)
         self.triton = {}
         for module, name in (
@@ -147,7 +154,9 @@ class Pretended:
 
     def forget(self) -> None:
         """Forget all calls, and all that depends on this device."""
-        for cached in (few_heads._launch, many_heads._launch, splits._merge_launch, topk._launch, launch.kernel):
+        for cached in (few_heads._launch, many_heads._launch, splits._merge_launch, launch.kernel):
+            cached.cache_clear()
+        for cached in (scores._launch, topk._launch, tile_map.tile_map):
             cached.cache_clear()
         for cached in (library._module, few_heads.plan_launch, topk._planned, topk_rows.launch):
             cached.cache_clear()

@@ -114,9 +114,9 @@ def failures() -> dict[str, tuple[str, bool]]:
     shard = Shard(world.size(), world.rank(), 4)
     cache, table = case.cached(shard)
 
-    def attempt(name: str, **wrong: Any) -> None:
+    def attempt(name: str, usual: dict[str, Any] | None = None, **wrong: Any) -> None:
         out = torch.full((37, K), -7, dtype=torch.int32)
-        options = {"group": world, "share": "always", "out": out} | (wrong if last else {})
+        options = {"group": world, "share": "always", "out": out} | (usual or {}) | (wrong if last else {})
         try:
             case.select(**options)
             told = "nothing"
@@ -130,11 +130,18 @@ def failures() -> dict[str, tuple[str, bool]]:
     attempt("other shard", shard=Shard(8, 7))
     attempt("other sizes", k=K - 1, out=None)
     attempt("lengths past the table", lengths=case.lengths + 1000)
-    usual = sharing.select_part
-    if last:
-        sharing.select_part = _broken
-    attempt("while selecting")
-    sharing.select_part = usual
+    attempt("other lengths", lengths=case.lengths - 1)
+    few = {"workspace_bytes": 20_000}  # two exchanges and more
+    for name, function, call, options in (
+        ("while selecting", "select_part", 1, {}),
+        ("while selecting another part", "select_part", 2, few),
+        ("while placing a part", "place_parts", 1, few),
+    ):
+        usual = getattr(sharing, function)
+        if last:
+            setattr(sharing, function, _breaking(usual, call))
+        attempt(name, options)
+        setattr(sharing, function, usual)
     attempt("afterwards")
     told, unwritten = found["afterwards"]
     found["afterwards"] = (told, not unwritten)
@@ -146,8 +153,18 @@ def failures() -> dict[str, tuple[str, bool]]:
     return found
 
 
-def _broken(*_: Any) -> Tensor:
-    raise MemoryError("no room for scores")
+def _breaking(function: Callable[..., Any], number: int) -> Callable[..., Any]:
+    """The same function, but for one of its calls, counted from 1."""
+    calls = 0
+
+    def broken(*given: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == number:
+            raise MemoryError("no room for scores")
+        return function(*given)
+
+    return broken
 
 
 def messages() -> dict[str, int]:

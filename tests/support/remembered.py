@@ -11,6 +11,7 @@ from pretended import Launched, Pretended
 from torch import Tensor
 
 from tamis import PagedCache
+from tamis.cache.layout import Layout
 from tamis.ops import index_topk, memory, translate_positions, write_kv
 
 Given = dict[str, Any]
@@ -39,7 +40,7 @@ def every_other(tensor: Tensor) -> Tensor:
     return tensor.repeat_interleave(2, -1)[..., ::2]
 
 
-def paged(layout: str = "v32-fp8", pages: int = 6, page_size: int = 64, **options: Any) -> PagedCache:
+def paged(layout: str | Layout = "v32-fp8", pages: int = 6, page_size: int = 64, **options: Any) -> PagedCache:
     return PagedCache(layout, pages, page_size, **options)
 
 
@@ -50,8 +51,8 @@ def with_gaps(layout: str = "v32-fp8") -> PagedCache:
     return PagedCache.wrap(room[:, 64:], cache.layout)
 
 
-def unaligned_cache() -> PagedCache:
-    cache = paged()
+def unaligned_cache(layout: str = "v32-fp8") -> PagedCache:
+    cache = paged(layout)
     room = torch.zeros(cache.storage.numel() + 4, dtype=torch.uint8)[4:]
     return PagedCache.wrap(room.view(cache.storage.shape), cache.layout)
 

@@ -194,7 +194,7 @@ class Launch:
             memory = self._own.memory = _Memory(self)
         memory.pack(params)
         if self.mapped:
-            memory.take(tile_map)
+            memory.pointers[1] = _address(tile_map)
         memory.config.grid[:] = grid
         memory.config.stream = current_stream(self.kernel.device)
         current = ctypes.c_void_p()
@@ -255,12 +255,6 @@ class _Memory:
         )
         self.reference = ctypes.byref(self.config)
 
-    def take(self, tile_map: "TileMap | None") -> None:
-        """Pass a map as the second parameter. The driver copies it at the launch."""
-        if tile_map is None:
-            raise TypeError("this kernel needs a tile map")
-        self.pointers[1] = tile_map.address
-
     def pack(self, params: tuple[Any, ...]) -> None:
         """Pack all parameters."""
         if not self._nested:
@@ -270,6 +264,13 @@ class _Memory:
         for nested in params[self._plain :]:
             values += nested
         self._pack_into(self.params, 0, *values)
+
+
+def _address(tile_map: "TileMap | None") -> int:
+    """Where the second parameter of a kernel with a map is. The driver copies it at the launch."""
+    if tile_map is None:
+        raise TypeError("this kernel needs a tile map")
+    return tile_map.address
 
 
 class PreparedLaunch:
@@ -302,27 +303,28 @@ class PreparedLaunch:
     ) -> None:
         """Launch on a stream, given by its handle, of the kernel's device, which must be the current one."""
         try:
-            memory, words, floats = self._own.memory
+            words, floats, config, reference, pointers, memory = self._own.memory
         except AttributeError:
-            memory, words, floats = self._prepare()
+            words, floats, config, reference, pointers, memory = self._prepare()
         for word, address in zip(self._words, addresses, strict=True):
             words[word] = address
         if self._factor is not None:
             floats[self._factor] = factor
         if self._mapped:
-            memory.take(tile_map)
-        memory.config.stream = stream
-        status = self._run(memory.reference, self._function, memory.pointers, None)
+            pointers[1] = _address(tile_map)
+        config.stream = stream
+        status = self._run(reference, self._function, pointers, None)
         if status:
             self._try_again(status, memory)
 
-    def _prepare(self) -> "tuple[_Memory, memoryview[int], memoryview[float]]":
+    def _prepare(self) -> "tuple[memoryview[int], memoryview[float], _Config, Any, Any, _Memory]":
         memory = _Memory(self._launch)
         memory.pack(self._params)
         memory.config.grid[:] = self._grid
         # A buffer that is an array of characters can be cast to other types only by way of bytes.
         raw = memoryview(memory.params).cast("B")
-        self._own.memory = found = memory, raw.cast("P"), raw.cast("f")
+        words, floats = raw.cast("P"), raw.cast("f")
+        self._own.memory = found = words, floats, memory.config, memory.reference, memory.pointers, memory
         return found
 
     def _try_again(self, status: int, memory: _Memory) -> None:

@@ -1,7 +1,8 @@
 """Selections over a group of ranks: which rank does what, and what they exchange; see `tamis.ops.index_topk`."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Self
 
 import torch
@@ -109,7 +110,8 @@ class OverRanks:
             _CHECKED.keep((self.shard, *signature), apart)
 
     def run(self, call: IndexTopk) -> None:
-        """Run a checked call from `local`. Its `out` is written once all ranks have selected."""
+        """Run a checked call from `local`. A part of its `out` is written once all ranks have selected for its tokens.
+        Where ranks exchange messages, one that fails before its last positions travel makes all raise."""
         sizes = self._sizes(call)
         if not call.q.shape[0] or not self._together(call):
             # Nothing travels after this, so that a rank that fails keeps no other waiting.
@@ -119,24 +121,31 @@ class OverRanks:
         must_agree = self.ranks.must_agree(call.q.device, sizes)
         step, spent = self._step(call)
         rest = max(1, call.workspace_bytes - min(step, call.q.shape[0]) * spent)
-        for some, part in call._replace(workspace_bytes=rest).chunks(step):
-            if must_agree and some.start == 0:
-                with self.telling():
-                    mine = self._own(part)
-                self.ranks.agree(sizes)
-            else:
+        every, before = None, call
+        for _, part in call._replace(workspace_bytes=rest).chunks(step):
+            with self.telling() if must_agree else nullcontext():
+                if every is not None:
+                    self._place(every, before)
+                    every = None  # its memory is for what is gathered next
                 mine = self._own(part)
-            every = self.ranks.gather(mine)
-            if self.shard is None:
-                sharing.place_parts(part, every, self.ranks.rank)
-            else:
-                merge.merge(every, part.out)
+            if must_agree:
+                self.ranks.agree(sizes)
+            every, before = self.ranks.gather(mine), part
+        assert every is not None
+        self._place(every, before)
 
     def _own(self, part: IndexTopk) -> Tensor:
         """What this rank sends for a part of the tokens."""
         if self.shard is None:
             return sharing.select_part(part, self.ranks.size, self.ranks.rank)
         return merge.select_candidates(part, self.shard)
+
+    def _place(self, every: Tensor, part: IndexTopk) -> None:
+        """Write what all ranks sent for a part of the tokens to its `out`."""
+        if self.shard is None:
+            sharing.place_parts(part, every, self.ranks.rank)
+        else:
+            merge.merge(every, part.out)
 
     def _together(self, call: IndexTopk) -> bool:
         """Whether ranks need each other for a call, or save time with each other."""
@@ -163,6 +172,10 @@ class OverRanks:
         how: Sizes = (("share", self.share), ("block_table", table), ("page_size", cache.page_size))
         if shard is not None:
             how = (("shard.ranks", shard.ranks), ("shard.interleave", shard.interleave))
+        elif checks.visible(call.lengths):
+            # Ranks that see other lengths would make one result of two selections.
+            seen = call.lengths.clamp_min(0).numpy().tobytes()
+            how += (("lengths", f"with digest {blake2b(seen, digest_size=8).hexdigest()}"),)
         return (
             ("q", tuple(q.shape)),
             ("dtypes", (q.dtype, call.weights.dtype)),

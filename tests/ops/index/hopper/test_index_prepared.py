@@ -7,6 +7,7 @@ from torch import Tensor
 from tamis.cache.layout import index_fp8
 from tamis.cache.paged import PagedCache
 from tamis.ops.index import hopper
+from tamis.ops.index.hopper.scores import PreparedScores
 from tamis.ops.index.operations import IndexTopk
 
 
@@ -35,7 +36,8 @@ def test_unaligned_addresses_leave_the_remembered_launch(monkeypatch: pytest.Mon
     ran: list[str] = []
     monkeypatch.setattr(hopper, "device_index", lambda device: 0)
     monkeypatch.setattr(hopper, "current_stream", lambda index: 0)
-    monkeypatch.setattr(hopper.scores, "prepare_scores", lambda call, out: lambda stream, given: ran.append("scores"))
+    score = PreparedScores(lambda *given: ran.append("scores"), None)
+    monkeypatch.setattr(hopper.scores, "prepare_scores", lambda call, out: score)
     monkeypatch.setattr(hopper.topk, "prepare_topk", lambda *shape: lambda stream, given: ran.append("top-k"))
     monkeypatch.setattr(hopper, "index_topk", lambda call: ran.append("all"))
     room = torch.zeros(64 * 128 + 16, dtype=torch.uint8, device="cpu")
@@ -55,7 +57,7 @@ def test_a_small_workspace_takes_several_launches(monkeypatch: pytest.MonkeyPatc
     def prepare_scores(some: IndexTopk, out: Tensor):
         size = len(some.q)
         assert out.shape == (size, 64)
-        return lambda stream, given: ran.append((size, *given))
+        return PreparedScores(lambda stream, given, factor, key_map: ran.append((size, *given)), None)
 
     def prepare_topk(tokens: int, width: int, k: int, device: torch.device):
         return lambda stream, given: ran.append((tokens, *given))

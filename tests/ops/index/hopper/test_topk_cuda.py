@@ -13,8 +13,8 @@ from seeds import numpy_seeded, reseed
 from torch import Tensor
 
 from tamis.arithmetic import ceil_div
-from tamis.ops.index.hopper import topk
-from tamis.ops.index.hopper.topk import Variant, cluster_variant, memory_of, topk_positions
+from tamis.ops.index.hopper import topk, topk_rows
+from tamis.ops.index.hopper.topk import Variant, cluster_variant, memory_of, topk_positions, usual_variant
 from tamis.ops.index.hopper.topk_params import SHARED_PER_SM
 
 ENTRY = """
@@ -205,6 +205,20 @@ def test_k_has_a_limit() -> None:
 def test_rows_that_no_launch_can_hold_are_refused() -> None:
     with pytest.raises(ValueError, match="scores must be narrower, got rows of 100000000; split them"):
         memory_of(Variant(16, 1024, 1), 10**8, 2048)
+
+
+@pytest.mark.parametrize("tokens", [1, 33, 66])
+@pytest.mark.parametrize("k", [1, 2048, 4096])
+def test_rows_too_long_to_be_divided_are_streamed(tokens: int, k: int) -> None:
+    """16 CTAs, each with two bits a score beside its fixed memory, hold 12 million scores."""
+    slice_size = (Variant(16, 1024, 1).shared - topk.FIXED_BYTES) * 4 // topk.SLICE_UNIT * topk.SLICE_UNIT
+    most = 16 * slice_size - 3  # a row may begin three scores before an aligned address
+    assert most > 12e6
+    assert usual_variant(tokens, most, k, 132, aligned=True) == Variant(16, 1024, 1)
+    for width in (most + 1, 10**8, 2**30):
+        form = usual_variant(tokens, width, k, 132, aligned=True)
+        assert form in topk_rows.STREAMED
+        assert k <= form.most_k
 
 
 @pytest.mark.gpu

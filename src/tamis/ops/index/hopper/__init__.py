@@ -5,12 +5,13 @@ the scores of positions in candidate blocks.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tamis.cuda.device import Rooms, current_stream, device_index
+from tamis.cuda.launch import PreparedLaunch
 from tamis.ops.index import scoring
 from tamis.ops.index.block_operations import IndexTopkAndBlocks, IndexTopkWithin
 from tamis.ops.index.hopper import scores, topk
@@ -54,8 +55,6 @@ __all__ = [
     "topk_positions",
     "write_index_keys",
 ]
-
-UNALIGNED = "unaligned"
 
 
 def index_scores(call: IndexScores) -> None:
@@ -112,6 +111,18 @@ def _score_chunk(call: IndexTopk, out: Tensor) -> None:
     scores.index_scores(call, out, fill=False)
 
 
+class Part(NamedTuple):
+    """Tokens of a call whose scores the workspace holds: their launches, and the bytes before their rows."""
+
+    score: PreparedLaunch
+    select: PreparedLaunch
+    q: int
+    weights: int
+    request_ids: int
+    lengths: int
+    out: int
+
+
 def prepare_index_topk(call: IndexTopk) -> Callable[[IndexTopk], None] | None:
     """Launches for calls like this one, if nothing is copied. A workspace that does not hold the scores of all tokens
     holds those of some at a time, as in `index_topk`."""
@@ -120,60 +131,55 @@ def prepare_index_topk(call: IndexTopk) -> Callable[[IndexTopk], None] | None:
         return None
     most = min(tokens, max(1, call.workspace_bytes // (4 * max(1, width))))
     rooms = Rooms(device, ((most, width), torch.float32))
-    sizes, score = {most, tokens % most or most}, {}
-    for size in sizes:
-        _, some = call.chunks(size)[0]
-        prepared = _prepare_scores(some, rooms()[0][:size], whole=size == tokens)
+    if not scores.serves(call):
+        return _prepare_triton(call, rooms) if most == tokens else None
+    score, select = {}, {}
+    for size in {most, tokens % most or most}:
+        prepared = scores.prepare_scores(call.chunks(size)[0][1], rooms()[0][:size])
         if prepared is None:
             return None
-        score[size] = prepared
-    select = {size: topk.prepare_topk(size, width, call.k, device) for size in sizes}
-    parts = [(first, min(most, tokens - first)) for first in range(0, tokens, most)]
-    index, row = device_index(device), 4 * call.k
+        score[size], select[size] = prepared, topk.prepare_topk(size, width, call.k, device)
+    # Not the strides of a part: one token is contiguous, whatever the call is.
+    rows = [t.stride(0) * t.element_size() for t in (call.q, call.weights, call.request_ids, call.lengths, call.out)]
+    sizes = {first: min(most, tokens - first) for first in range(0, tokens, most)}
+    parts = [Part(score[size].launch, select[size], *[first * row for row in rows]) for first, size in sizes.items()]
+    index, map_of, (to_keys, to_scales) = device_index(device), score[most].key_map, scores.key_offsets(call.cache)
+
+    def run(call: IndexTopk) -> None:
+        q, pages = call.q.data_ptr(), call.cache.storage.data_ptr()
+        # Calls are remembered without their addresses, and launches read queries and pages 16 bytes at a time.
+        if (pages | q) % 16:
+            index_topk(call)
+            return
+        weights, ids, table = call.weights.data_ptr(), call.request_ids.data_ptr(), call.block_table.data_ptr()
+        lengths, positions = call.lengths.data_ptr(), call.out.data_ptr()
+        keys, scales = pages + to_keys, 0 if to_scales is None else pages + to_scales
+        stream, key_map, (held,) = current_stream(index), map_of(keys), rooms()
+        out = held.data_ptr()
+        # Nothing that all parts share is looked up in this loop: a call may have many of them.
+        for score, select, query, weight, request, length, row in parts:
+            ends = lengths + length
+            score(stream, (q + query, weights + weight, keys, scales, ids + request, table, ends, out), 0.0, key_map)
+            select(stream, (out, ends, positions + row))
+
+    return run
+
+
+def _prepare_triton(call: IndexTopk, rooms: Rooms) -> Callable[[IndexTopk], None] | None:
+    """Launches for calls whose scores are computed in Triton, and which are one chunk."""
+    score = prepare_scores(call, rooms()[0])
+    if score is None:
+        return None
+    tokens, width, device = call.q.shape[0], score_width(call), call.q.device
+    select, index = topk.prepare_topk(tokens, width, call.k, device), device_index(device)
 
     def run(call: IndexTopk) -> None:
         stream, (held,) = current_stream(index), rooms()
-        out, lengths, positions = held.data_ptr(), call.lengths.data_ptr(), call.out.data_ptr()
-        for first, size in parts:
-            if score[size](stream, call, out, first) is UNALIGNED:
-                index_topk(call)
-                return
-            select[size](stream, (out, lengths + 4 * first, positions + row * first))
+        out = held.data_ptr()
+        score(stream, call, out)
+        select(stream, (out, call.lengths.data_ptr(), call.out.data_ptr()))
 
     return run
-
-
-def _prepare_scores(
-    call: IndexTopk, out: Tensor, *, whole: bool
-) -> Callable[[int, IndexTopk, int, int], str | None] | None:
-    """A launch that scores as many tokens as this call has into memory like `out`: a function of the stream, the call,
-    the address of its scores and the first token. Where a call's addresses do not fit the launch it does nothing and
-    returns `UNALIGNED`. `whole`: whether the first token is always 0."""
-    if not scores.serves(call):
-        return _prepare_triton(call, out) if whole else None
-    launch = scores.prepare_scores(call, out)
-    if launch is None:
-        return None
-    keys, scales = scores.key_offsets(call.cache)
-    query = call.q.stride(0) * call.q.element_size()
-    weight = call.weights.stride(0) * call.weights.element_size()
-
-    def run(stream: int, call: IndexTopk, out: int, first: int) -> str | None:
-        pages, q = call.cache.storage.data_ptr(), call.q.data_ptr()
-        # Calls are remembered without their addresses, and the launch reads queries and pages 16 bytes at a time.
-        if (pages | q) % 16:
-            return UNALIGNED
-        weights, ids, ends = call.weights.data_ptr(), call.request_ids.data_ptr(), call.lengths.data_ptr()
-        inputs = (q + query * first, weights + weight * first, pages + keys, 0 if scales is None else pages + scales)
-        launch(stream, (*inputs, ids + 4 * first, call.block_table.data_ptr(), ends + 4 * first, out))
-        return None
-
-    return run
-
-
-def _prepare_triton(call: IndexTopk, out: Tensor) -> Callable[[int, IndexTopk, int, int], None] | None:
-    launch = prepare_scores(call, out)
-    return None if launch is None else lambda stream, call, out, _: launch(stream, call, out)
 
 
 def explain_kernels(need: "Need") -> tuple[str, list[str]]:

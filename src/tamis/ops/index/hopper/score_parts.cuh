@@ -16,6 +16,7 @@ constexpr u32 QUERIES_FULL = EMPTY + STAGES * 8;                 // [BUFFERS]
 constexpr u32 QUERIES_EMPTY = QUERIES_FULL + BUFFERS * 8;
 constexpr u32 USED = QUERIES_EMPTY + BUFFERS * 8;
 static_assert(USED <= SHARED_BYTES && FULL % 8 == 0, "shared memory is too small or not aligned");
+static_assert(PARTS % 16 == 0 && BOUNDS % 8 == 0, "parts are stored 16 bytes at a time, bounds 8");
 static_assert(STAGES % CONSUMERS == 0, "each consumer has its own stages");
 // A CTA has the registers that it is launched with, as many for every thread. More than these would be waited for in vain.
 static_assert(PRODUCE_REGISTERS + CONSUMERS * SCORE_REGISTERS <= THREADS / 128 * (65536 / THREADS / 8 * 8), "too many registers");

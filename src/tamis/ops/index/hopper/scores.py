@@ -4,7 +4,6 @@
 numbers alone, never on the batch. So a score is computed by the same operations in every batch.
 """
 
-from collections.abc import Callable, Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -16,9 +15,9 @@ from tamis.cache.layout import Layout
 from tamis.cache.paged import PagedCache
 from tamis.cuda.compiler import Program
 from tamis.cuda.device import device_index, sm_count
-from tamis.cuda.launch import Launch, kernel
+from tamis.cuda.launch import Launch, PreparedLaunch, kernel
 from tamis.cuda.params import params_bytes
-from tamis.cuda.tile_map import tile_map
+from tamis.cuda.tile_map import TileMap, tile_map
 from tamis.ops.index.hopper.score_params import (
     BLOCK,
     Memory,
@@ -240,14 +239,22 @@ def _launch_all(found: KeyFormat, q: Tensor, params: ScoreParams, device: torch.
 
 CHANGING = ("q", "weights", "keys", "scales", "request_ids", "block_table", "ends", "out")
 """The parameters that every launch of `prepare_scores` is given."""
-KEYS = CHANGING.index("keys")
 
 
-def prepare_scores(call: IndexTopk, out: Tensor) -> Callable[[int, Sequence[int]], None] | None:
-    """A launch for calls like this one as a whole; None if it needs copies or several launches.
+class PreparedScores(NamedTuple):
+    """A launch for calls like one. Give it the addresses named in `CHANGING`, and the map of its keys."""
 
-    Call it with the stream and the addresses named in `CHANGING`.
-    """
+    launch: PreparedLaunch
+    pages: tuple[int, int, int, int] | None
+    """What `tile_map` takes beside the address of the keys; None if they are copied without a map."""
+
+    def key_map(self, keys: int) -> TileMap | None:
+        """The map of keys at an address, for all launches that read them."""
+        return None if self.pages is None else tile_map(keys, *self.pages)
+
+
+def prepare_scores(call: IndexTopk, out: Tensor) -> PreparedScores | None:
+    """A launch for calls like this one as a whole; None if it needs copies or several launches."""
     found = format_of(call.cache.layout, call.q.dtype)
     copied = aligned_query(call.q) is not call.q or call.block_table.stride(1) != 1
     copied = copied or not call.request_ids.is_contiguous() or not call.lengths.is_contiguous()
@@ -258,15 +265,8 @@ def prepare_scores(call: IndexTopk, out: Tensor) -> Callable[[int, Sequence[int]
         return None
     heads, size = call.q.shape[1], call.q.element_size()
     launch = _launch(device_index(out.device), found, heads, size, found.tiles(params.group * heads))
-    prepared = launch.prepared((sm_count(out.device), 1, 1), params, CHANGING)
-    if not found.mapped:
-        return prepared
-    _, *pages = key_pages(params)
-
-    def run(stream: int, addresses: Sequence[int]) -> None:
-        prepared(stream, addresses, tile_map=tile_map(addresses[KEYS], *pages))
-
-    return run
+    pages = key_pages(params)[1:] if found.mapped else None
+    return PreparedScores(launch.prepared((sm_count(out.device), 1, 1), params, CHANGING), pages)
 
 
 @cache

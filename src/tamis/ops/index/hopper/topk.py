@@ -123,7 +123,12 @@ def usual_variant(tokens: int, width: int, k: int, sms: int, *, aligned: bool) -
         sms: SMs of the device.
         aligned: whether every row starts at a multiple of 16 bytes.
     """
-    return topk_rows.usual_form(tokens, width, k, sms, aligned=aligned) or cluster_variant(tokens, width, sms)
+    form = topk_rows.usual_form(tokens, width, k, sms, aligned=aligned)
+    if form is not None:
+        return form
+    variant = cluster_variant(tokens, width, sms)
+    # Rows too long to be divided are streamed, which takes shared memory of one size.
+    return variant if _room_for_keys(variant, width, k)[1] >= 0 else topk_rows.streamed_form(k)
 
 
 def cluster_variant(tokens: int, width: int, sms: int) -> Variant:

@@ -53,6 +53,11 @@ def usual_form(tokens: int, width: int, k: int, sms: int, *, aligned: bool) -> F
             return form
     if tokens <= sms:
         return ALONE if 2 * tokens > sms and k <= ALONE.most_k else None
+    return streamed_form(k)
+
+
+def streamed_form(k: int) -> Form:
+    """The form for rows of any length."""
     return next(form for form in STREAMED if k <= form.most_k)
 
 
