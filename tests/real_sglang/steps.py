@@ -55,7 +55,8 @@ class Step:
 
     def expected(self, slots: Tensor | None = None, sink: Tensor | None = None) -> Tensor:
         """Attention in float64 over the pool's bytes."""
-        rows, slots = read_pool(self.backend), self.topk_slots if slots is None else slots
+        rows = read_pool(self.backend, self.layer.layer_id)
+        slots = self.topk_slots if slots is None else slots
         out = torch.zeros(*self.q.shape[:2], LATENT, dtype=torch.float64)
         for token, chosen in enumerate(slots):
             kept = rows[chosen[chosen >= 0].long()]
@@ -142,7 +143,7 @@ def make_step(
         logit_cap=0.0,
     )
     generator = torch.Generator().manual_seed(heads)
-    _fill(backend.token_to_kv_pool.get_key_buffer(0)[:, 0], generator)
+    fill_pool(backend.token_to_kv_pool.get_key_buffer(0)[:, 0], generator)
     requests = [request for request, count in enumerate(case.input_lens) for _ in range(count)]
     seen = [prefix[r] + offset + 1 for r, count in enumerate(case.input_lens) for offset in range(count)]
     positions = [torch.randperm(length, generator=generator)[:TOPK].tolist() for length in seen]
@@ -150,9 +151,9 @@ def make_step(
     return Step(runner, backend, batch, layer, q, *_new_rows(len(seen), generator), positions, requests)
 
 
-def read_pool(backend: Any) -> Tensor:
-    """All rows of the pool in float64, from its bytes: values, then float32 scales, then the rope part."""
-    pool: Tensor = backend.token_to_kv_pool.get_key_buffer(0)[:, 0]
+def read_pool(backend: Any, layer: int = 0) -> Tensor:
+    """All rows of a layer's pool in float64, from its bytes: values, then float32 scales, then the rope part."""
+    pool: Tensor = backend.token_to_kv_pool.get_key_buffer(layer)[:, 0]
     if pool.dtype == torch.bfloat16:
         return pool.double()
     raw = pool.view(torch.uint8)
@@ -162,7 +163,7 @@ def read_pool(backend: Any) -> Tensor:
     return torch.cat([(values * scales.unsqueeze(2)).flatten(1), rope], dim=1)
 
 
-def _fill(pool: Tensor, generator: torch.Generator) -> None:
+def fill_pool(pool: Tensor, generator: torch.Generator | None = None) -> None:
     """Write random rows into the whole pool. (SGLang's own kernel is slow in Triton's interpreter.)"""
     latent, rope = (part[:, 0] for part in _new_rows(len(pool), generator))
     if pool.dtype == torch.bfloat16:
@@ -175,7 +176,7 @@ def _fill(pool: Tensor, generator: torch.Generator) -> None:
     pool.view(torch.uint8).copy_(torch.cat(parts, dim=1)[:, : pool.shape[1]])
 
 
-def _new_rows(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def _new_rows(count: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
     rows = torch.randn(count, 1, LATENT + ROPE, generator=generator, dtype=torch.bfloat16)
     latent, rope = rows.split([LATENT, ROPE], dim=2)
     return latent.contiguous(), rope.contiguous()

@@ -83,6 +83,8 @@ def test_configurations_are_refused_with_reasons(current: VllmConfig, monkeypatc
         parallel = current.parallel_config
         parallel.prefill_context_parallel_size, parallel.decode_context_parallel_size = 2, 4
         reasons += ["(TP x PCP) are not supported" if divides_prompts() else "PCP not supported"]
+    current.model_config.hf_text_config.model_type = "dots3_note"
+    reasons += ["dots3-note's layers choose their own attention in vLLM"]
     delattr(current.model_config.hf_config, "index_topk")
     reasons += ["the model config has no index_topk"]
     with pytest.raises(ValueError, match="CUSTOM is not valid") as caught:

@@ -22,6 +22,7 @@ TRANSFORMERS = "tests/integrations/hf/test_transformers.py"
 RELATIVES = "tests/integrations/hf/test_transformers_relatives.py"
 ROUNDING = "tests/integrations/hf/test_transformers_rounding.py"
 TRAINING = "tests/integrations/hf/test_training.py"
+V32_ROWS = "656 in FP8, 1,152 in bf16; index key 132"
 
 
 def attached(name: str) -> tuple[str, ...]:
@@ -115,10 +116,12 @@ MODELS = (
             *attached("hy4"),
             f"{RELATIVES}::test_hy4_with_adjacent_pairs",
             f"{TRAINING}::test_loss_and_gradients_are_the_untouched_models[whole-hy4]",
+            "tests/real_vllm/test_hy4.py::test_layers_of_vllm_run_on_tamis",
             "tests/real_sglang/test_dsa.py::test_learnable_sinks",
         ),
         "hy_v4",
         ("hy4",),
+        vllm=VLLM[-1],
         sglang=f"{NEWEST}, bf16 cache",
     ),
     Model(
@@ -165,6 +168,22 @@ MODELS = (
         layers="as V4, with entries of 1 or 2 tokens; entries and selections of earlier layers; selects in two levels",
         attention="as V4, with shared entries",
         formats="those of V4 on Hopper; elsewhere 528 or 288",
+    ),
+    Model(
+        "dots3-note",
+        ("tests/real_sglang/test_dsa_relatives.py::test_layers_with_an_indexer_run_on_tamis",),
+        sglang=f"{NEWEST}, layers with an indexer",
+        layers="selects tokens; sliding windows, which are the engine's own",
+        attention="rows of 512 + 64; windows of the engine's own",
+        formats=V32_ROWS,
+    ),
+    Model(
+        "LongCat-Flash with `index_topk`",
+        ("tests/real_sglang/test_dsa_relatives.py::test_longcats_layers_are_those_of_v32",),
+        sglang=NEWEST,
+        layers="selects tokens; uses the selection of an earlier layer",
+        attention="rows of 512 + 64",
+        formats=V32_ROWS,
     ),
 )
 

@@ -46,6 +46,7 @@ from tamis.integrations.hf.glm5_next import Glm5NextFamily, glm5_next_forward
 from tamis.integrations.hf.layers import CacheKind, V32Family, WrapLayer, glm_forward, v32_forward
 from tamis.integrations.hf.linear_states import linear_forward
 from tamis.integrations.hf.mla_models import AxK2Family, Hy4Family, MistralLarge4Family
+from tamis.integrations.hf.names import MODELS
 from tamis.integrations.hf.v4_layers import V4Family, v4_forward
 from tamis.layers.recording import Recording
 
@@ -306,13 +307,22 @@ def _parts(model: Any) -> tuple[Any, Any]:
         raise checks.refuse_type("model", "a model of transformers", checks.describe(model), "pass the loaded model")
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    if getattr(text, "index_topk", None) is None:
-        remedy = "this one has no sparse latent attention, so leave it as it is"
-    elif not any(name.endswith(("ForCausalLM", "ForConditionalGeneration")) for name in _names(model)):
+    whole = any(name.endswith(("ForCausalLM", "ForConditionalGeneration")) for name in _names(model))
+    # A config may have the settings of an indexer that the class of transformers does not have.
+    has_indexer = any(name.rpartition(".")[2] == "indexer" for name, _ in model.named_modules())
+    if not whole and _is_known_part(model):
         remedy = "this is a part of a model: attach the whole, with its language-model head"
+    elif getattr(text, "index_topk", None) is None or not has_indexer:
+        remedy = "this one has no sparse latent attention, so leave it as it is"
     else:
         remedy = "this one has an indexer too, but tamis does not support it yet"
     raise checks.refuse("model", f"one of {', '.join(_MODELS)}", type(model).__name__, remedy)
+
+
+def _is_known_part(model: Any) -> bool:
+    """Whether a module is of a file of transformers that defines a supported model."""
+    files = [kind.__module__.rpartition(".")[2] for kind in type(model).__mro__]
+    return any(name.removeprefix("modeling_") in MODELS for name in files)
 
 
 def _prepare_cache(self: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> None:

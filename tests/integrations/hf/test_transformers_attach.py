@@ -6,7 +6,18 @@ from typing import Any
 import pytest
 import torch
 from bounds import relative_error
-from hf_models import FAMILIES, base_of, build, every_kind_of_cache, greedy, logits, tokens, transformers, v32_only
+from hf_models import (
+    FAMILIES,
+    SMALL,
+    base_of,
+    build,
+    every_kind_of_cache,
+    greedy,
+    logits,
+    tokens,
+    transformers,
+    v32_only,
+)
 from settings import default_dtype
 
 from tamis.integrations import transformers as attaching
@@ -98,6 +109,8 @@ def test_wrong_attachments_are_refused(model: Any) -> None:
         attach(torch.nn.Linear(2, 2))
     with pytest.raises(ValueError, match=rf"{known}, got DeepseekV32Model; this is a part of a model"):
         attach(model.model)
+    with pytest.raises(ValueError, match=rf"{known}, got DeepseekV32DecoderLayer; this is a part of a model"):
+        attach(model.model.layers[0])
     with pytest.raises(ValueError, match="call attach"):
         new_cache(model)
     attach(model)
@@ -124,6 +137,26 @@ def test_the_refusal_names_what_is_supported(monkeypatch: pytest.MonkeyPatch) ->
         attach(model)
     assert str(refused.value).startswith(f"model must be one of {', '.join(attaching._MODELS)}, got")
     assert not is_attached(model)
+
+
+def test_an_indexer_that_only_the_config_has_is_none() -> None:
+    """LongCat's config may have one, and transformers' class attends densely all the same."""
+    config = transformers.LongcatFlashConfig(
+        **{name: SMALL[name] for name in ("hidden_size", "num_attention_heads", "q_lora_rank", "vocab_size")},
+        num_layers=1,
+        kv_lora_rank=32,
+        ffn_hidden_size=32,
+        expert_ffn_hidden_size=32,
+        n_routed_experts=2,
+        zero_expert_num=1,
+        moe_topk=1,
+        index_topk=32,
+    )
+    with torch.device("cpu"):
+        model = transformers.LongcatFlashForCausalLM(config)
+    assert model.config.index_topk == 32
+    with pytest.raises(ValueError, match="got LongcatFlashForCausalLM; this one has no sparse latent attention"):
+        attach(model)
 
 
 WRONG_OPTIONS: dict[str, tuple[dict[str, Any], str]] = {

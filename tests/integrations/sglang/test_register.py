@@ -159,3 +159,14 @@ def test_choices_that_do_not_apply_are_refused(
         return
     with pytest.raises(ValueError, match=problem):
         check_attention_backends(built, SimpleNamespace(**chosen))
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_layers_with_an_indexer_may_have_a_backend_of_their_own(overlap: bool) -> None:
+    """dots3's sliding windows run on `--attention-backend`, in which two-batch overlap wraps both."""
+    both = SimpleNamespace(dsa_backend=object())
+    names = {"decode_attention_backend_str": "fa3", "prefill_attention_backend_str": "fa3"}
+    built = SimpleNamespace(attn_backend=SimpleNamespace(primary=both) if overlap else both, **names)
+    check_attention_backends(built, SimpleNamespace(dsa_decode_backend="tamis", dsa_prefill_backend="tamis"))
+    with pytest.raises(ValueError, match="--dsv4-attn-backend tamis was chosen"):
+        check_attention_backends(built, SimpleNamespace(dsv4_attn_backend="tamis"))

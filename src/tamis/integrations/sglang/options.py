@@ -42,6 +42,8 @@ def check_attention_backends(built: Any, kernel: Any) -> None:
         kernel: SGLang's options of kernels, `get_exec().kernel`.
     """
     names = {"decode": built.decode_attention_backend_str, "prefill": built.prefill_attention_backend_str}
+    if _has_own_dsa(getattr(built, "attn_backend", None)):
+        names = dict.fromkeys(names, _DSA[0])
     allowed: dict[tuple[str, str], tuple[str, ...]] = {(field, phase): (*_DSA, _V4) for phase, field in FIELDS.items()}
     allowed |= {(V4_FIELD, phase): (_V4,) for phase in FIELDS}
     for (field, phase), backends in allowed.items():
@@ -51,3 +53,9 @@ def check_attention_backends(built: Any, kernel: Any) -> None:
                 f"{option} {NAME} was chosen, but {phase} runs on the attention backend {names[phase]!r}, to which it "
                 f"does not apply; drop {option}, or choose --attention-backend {backends[0]} if the model has it"
             )
+
+
+def _has_own_dsa(backend: Any) -> bool:
+    """Whether layers with an indexer have a DSA backend of their own, whatever runs the others: dots3 has windows too.
+    With two-batch overlap, that backend is inside another."""
+    return getattr(getattr(backend, "primary", backend), "dsa_backend", None) is not None

@@ -163,6 +163,10 @@ def _refusals(config: Any) -> list[str]:
     host_backed = getattr(config.attention_config, "hisparse_config", None) is not None
     refusals = {
         "caches in host memory (HiSparse) are not supported": host_backed,
+        # Its layers name their backends themselves, for rows that are padded to the width of its sliding windows.
+        "dots3-note's layers choose their own attention in vLLM, so that CUSTOM would have no effect": (
+            config.model_config is not None and model_field(config.model_config, "model_type") == "dots3_note"
+        ),
         wide_rope(512, widths[1]): sum(widths) == 512 and widths[1] > 0,
         # vLLM numbers the ranks of such a group in another order than torch, which gathers what they merge.
         "rows shared over tensor- and prefill-parallel ranks at once (TP x PCP) are not supported, because vLLM merges "
