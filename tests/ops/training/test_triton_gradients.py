@@ -188,7 +188,9 @@ def index_call(
     device: torch.device, *, gradients: bool = True, deterministic: bool = False, dtype: torch.dtype = torch.float32
 ) -> IndexLoss:
     q, keys, weights = (normal(*s, dtype=dtype).to(device) for s in ((5, 3, 12), (9, 12), (5, 3)))
+    keys[4] = 0.0  # its products are zero, where the ReLU has no slope
     slots, target = hostile_slots(5, 19, 9), torch.rand(5, 19)
+    slots[1, 7] = 4
     target[3] = 0.0
     target /= target.sum(1, keepdim=True).clamp_min(1e-30)
     return IndexLoss(
