@@ -1,4 +1,4 @@
-"""What each of two ranks does with a model that `fully_shard` has sharded."""
+"""What each of two ranks does with a model that is sharded or distributed."""
 
 from typing import Any
 
@@ -9,15 +9,20 @@ from hf_models import tokens
 from hf_training import trainable
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from tamis.integrations.hf.forward import language_model
-from tamis.integrations.transformers import attach, indexer_parameters
+from tamis.integrations.transformers import attach, index_losses, indexer_parameters
 
 CASES = [
     *(("v32", "sparse", False), ("v32", "warmup", True), ("v4", "sparse", True), ("glm-shared", "frozen", False)),
     ("mistral-large4", "frozen", True),
 ]
 """Model, what its indexers do, and whether its layers are checkpointed."""
+
+
+DATA_PARALLEL = [("v32", "sparse", False), ("v32", "sparse", True), ("glm-shared", "frozen", False)]
+"""Likewise, for DistributedDataParallel, which waits for a gradient of every parameter that requires one."""
 
 
 def attached(name: str, stage: Any) -> Any:
@@ -64,6 +69,32 @@ def refusal() -> str:
     except ValueError as error:
         return str(error)
     return ""
+
+
+def data_parallel() -> tuple[dict[str, float], set[int], str]:
+    """Likewise for DistributedDataParallel; also the layers whose index loss it reports, and how it refuses to be
+    attached."""
+    torch.use_deterministic_algorithms(False)
+    ids, found, layers, refused = tokens(4, 48), {}, set[int](), ""
+    mine = ids[2 * dist.get_rank() :][:2]
+    for name, stage, checkpointed in DATA_PARALLEL:
+        whole, model = attached(name, stage), attached(name, stage)
+        if checkpointed:
+            model.gradient_checkpointing_enable()
+        whole(ids, labels=ids).loss.backward()
+        wrapped = DistributedDataParallel(model)
+        for _ in range(2):  # the second step fails if the first has left a gradient out
+            model.zero_grad()
+            wrapped(mine, labels=mine).loss.backward()
+        layers |= set(index_losses(wrapped))
+        given = zip(model.parameters(), whole.parameters(), strict=True)
+        errors = [relative_error(one.grad, other.grad) for one, other in given if other.grad is not None]
+        found[f"{name} {stage} {checkpointed}"] = max(errors)
+        try:
+            attach(wrapped, train=True)
+        except ValueError as error:
+            refused = str(error)
+    return found, layers, refused
 
 
 def both() -> tuple[dict[str, float], str]:

@@ -95,6 +95,21 @@ def test_rows_that_nobody_chose_may_hold_anything() -> None:
 
 
 @MODES
+def test_upstream_gradients_of_empty_rows_may_be_anything(deterministic: bool) -> None:
+    """Padding's may be NaN, where a program divides by its number of tokens, for example."""
+    case = Case()
+    found = attend_rows(case.q, case.selections(), sink=case.sink, **case.options, deterministic=deterministic)
+    empty = found.lse.detach().isinf().all(1)
+    assert empty.any()
+    upstream = [torch.randn_like(x).masked_fill(empty.view(-1, *[1] * (x.dim() - 1)), 0.0) for x in found[:2]]
+    expected = torch.autograd.grad(found[:2], case.inputs, upstream, retain_graph=True)
+    for x in upstream:
+        x[empty] = torch.nan
+    for one, other in zip(torch.autograd.grad(found[:2], case.inputs, upstream), expected, strict=True):
+        assert torch.equal(one, other)
+
+
+@MODES
 def test_infinite_sinks(deterministic: bool) -> None:
     case = Case()
     with torch.no_grad():

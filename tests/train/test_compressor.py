@@ -1,6 +1,7 @@
 """Pooling of packed requests' tokens: against inference's `compress_kv`, finite differences and its own definition."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -86,6 +87,19 @@ def test_tokens_of_no_entry_have_no_gradient_and_may_hold_anything() -> None:
 
 
 @WITH_GRADIENTS
+def test_spans_before_a_request_are_not_read() -> None:
+    """Whatever the batch's first token holds, it is in entries of its own request only."""
+    values, scores, bias = inputs(4, True)
+    with torch.no_grad():
+        values[0], scores[0] = torch.nan, torch.nan
+    found = compress_rows(values, scores, bias, pack().entries(4), overlapping=True)
+    assert found[:2].isnan().any(1).all()
+    assert found[2:].isfinite().all()
+    dvalues, _ = torch.autograd.grad(found[2:].sum(), (values, scores))
+    assert (dvalues[:9] == 0).all()
+
+
+@WITH_GRADIENTS
 @KINDS
 def test_entries_without_a_span_are_zeros_and_teach_nothing(ratio: int, overlapping: bool) -> None:
     """They may stand anywhere, and their upstream gradient may be anything finite."""
@@ -105,6 +119,23 @@ def test_entries_without_a_span_are_zeros_and_teach_nothing(ratio: int, overlapp
         torch.autograd.grad(found, given, upstream), torch.autograd.grad(whole, given, upstream[real]), strict=True
     ):
         assert relative(one, other) < 1e-14
+
+
+@WITH_GRADIENTS
+@KINDS
+def test_packed_requests_have_the_bits_that_they_have_alone(ratio: int, overlapping: bool) -> None:
+    """Entries and gradients of tokens; the bias's gradient is a sum over requests."""
+    channels, bounds = 64 * (2 if overlapping else 1), torch.tensor([0, *LENGTHS]).cumsum(0).tolist()
+    values, scores, bias = (normal(n, channels, dtype=torch.float32) for n in (bounds[-1], bounds[-1], ratio))
+
+    def step(some: slice, requests: list[int]) -> list[Tensor]:
+        leaves = [x[some].clone().requires_grad_() for x in (values, scores)]
+        entries = compress_rows(*leaves, bias, Pack.of(requests).entries(ratio), overlapping=overlapping)
+        return [entries.detach(), *torch.autograd.grad(entries.square().sum(), leaves)]
+
+    alone = [step(slice(a, b), [0, b - a]) for a, b in pairwise(bounds)]
+    for one, parts in zip(step(slice(None), bounds), zip(*alone, strict=True), strict=True):
+        assert torch.equal(one, torch.cat(parts))
 
 
 @pytest.mark.parametrize("overlapping", [False, True])

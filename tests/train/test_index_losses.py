@@ -176,6 +176,63 @@ def test_the_indexer_has_no_gradient_at_its_target() -> None:
 
 
 @WITH_GRADIENTS
+@MODES
+def test_products_of_zero_have_torchs_slope(deterministic: bool) -> None:
+    """The ReLU's slope at zero is zero. A key of zeros changes no score, and a query of zeros has no score."""
+    inputs, slots = index_inputs(5, 6), torch.arange(6, dtype=torch.int32).expand(5, 6)
+    with torch.no_grad():
+        inputs[1][2], inputs[0][3] = 0.0, 0.0
+    q, keys = normal(5, 2, 8), normal(6, 8)
+    starts, ends = torch.zeros(5, dtype=torch.int32), torch.full((5,), 6, dtype=torch.int32)
+    lse = (torch.einsum("thd,nd->thn", q, keys) * 0.3).logsumexp(2)
+    target = index_target(q, Rows(keys, slots), lse, scale=0.3)
+    expected = torch.autograd.grad(plain_loss(*inputs, slots, target), inputs)
+    assert (expected[1][2] == 0).all()
+    sparse = index_loss(*inputs, slots, target, deterministic=deterministic)
+    dense = warmup_loss(q, keys, None, *inputs, starts, ends, scale=0.3)
+    for loss in (sparse, dense):
+        for one, other in zip(torch.autograd.grad(loss, inputs), expected, strict=True):
+            assert relative(one, other) < 1e-12
+
+
+@WITH_GRADIENTS
+def test_keys_that_no_token_of_a_block_sees_may_hold_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of keys begin at fixed places, so they contain keys of padding. Bounds reach beyond the keys."""
+    monkeypatch.setattr(gradients, "KEY_BLOCK", 4)
+    inputs, q, keys = index_inputs(3, 9), normal(3, 2, 5), normal(9, 5)
+    starts, ends = (torch.tensor(x, dtype=torch.int32) for x in ([-4, 6, 9], [3, 20, 9]))
+
+    def step() -> list[Tensor]:
+        loss = warmup_loss(q, keys, None, *inputs, starts, ends, scale=0.5)
+        return [loss.detach(), *torch.autograd.grad(loss, inputs)]
+
+    expected = step()
+    with torch.no_grad():
+        inputs[1][3:6] = torch.nan
+        keys[3:6] = torch.nan
+    for one, other in zip(step(), expected, strict=True):
+        assert torch.equal(one, other)
+    assert all((x[3:6] == 0).all() for x in step()[2:3])
+    whole = torch.tensor([0, 6, 9], dtype=torch.int32), torch.tensor([3, 9, 9], dtype=torch.int32)
+    loss = warmup_loss(q, keys, None, *inputs, *whole, scale=0.5)
+    assert torch.equal(loss.detach(), expected[0])
+
+
+@WITH_GRADIENTS
+def test_second_derivatives_are_refused() -> None:
+    """A loss keeps its gradients as constants: a penalty on them would be left out without an error."""
+    inputs, slots = index_inputs(5, 7), hostile_slots(5, 4, 7)
+    pack = Pack.of((0, 5))
+    losses = (
+        index_loss(*inputs, slots, torch.rand(5, 4).double()),
+        warmup_loss(normal(5, 2, 4), normal(7, 4), None, *inputs, pack.starts, pack.ends, scale=0.5),
+    )
+    for loss in losses:
+        with pytest.raises(ValueError, match="gradients of an index loss must be computed once, got create_graph=True"):
+            torch.autograd.grad(loss, inputs, create_graph=True)
+
+
+@WITH_GRADIENTS
 @pytest.mark.parametrize("blocks", [(2, 3), (128, 512)])
 @pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("per_head", [False, True])
@@ -196,6 +253,8 @@ def test_the_dense_loss_is_the_sparse_one_over_everything(
     p = logits.masked_fill(hidden[:, None], -torch.inf).softmax(2).nan_to_num(0.0)
     # A window and a sink outside of these keys take some of each head's probability.
     outside = normal(13, 3) if given else torch.full((13, 3), -torch.inf, dtype=torch.float64)
+    if given:
+        outside[9] = torch.inf  # a sink that takes everything: the token has no target
     own = logits.masked_fill(hidden[:, None], -torch.inf).logsumexp(2)
     lse = torch.logaddexp(own, outside)
     target = normalise_target((p * (own - lse).exp().nan_to_num(0.0)[..., None]).sum(1))
@@ -247,6 +306,7 @@ def test_wrong_arguments_are_refused_by_name() -> None:
     bound = torch.zeros(5, dtype=torch.int32)
     wrong = [
         (ValueError, "target must be free of negative", lambda: index_loss(q, keys, weights, slots, target - 1)),
+        (ValueError, "target must be free of .* infinity", lambda: index_loss(q, keys, weights, slots, target / 0)),
         (TypeError, "target must be float64", lambda: index_loss(q, keys, weights, slots, target.float())),
         (TypeError, "index_keys must be float64 like", lambda: index_loss(q, keys.float(), weights, slots, target)),
         (ValueError, "weights must be of shape", lambda: index_loss(q, keys, weights[:, :1], slots, target)),

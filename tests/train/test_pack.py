@@ -22,6 +22,9 @@ def test_boundaries(bounds: object) -> None:
     assert pack.visible_slots().tolist() == [[0, -1, -1], [0, 1, -1], [0, 1, 2], [3, -1, -1], [3, 4, -1]]
     positions = torch.tensor([[0, -1], [1, 0], [2, 0], [0, -1], [1, 0]]).int()
     assert pack.slots_of(positions).tolist() == [[0, -1], [1, 0], [2, 0], [3, -1], [4, 3]]
+    # Positions after a token's own are none that it sees; those past its request's end would be rows of the next one.
+    later = torch.tensor([[1, 3], [2, -7], [2, 2**31 - 1], [1, 0], [2, 1]]).int()
+    assert pack.slots_of(later).tolist() == [[-1, -1], [-1, -1], [2, -1], [-1, 3], [-1, 4]]
 
 
 def test_masks_padded_left_and_right() -> None:

@@ -1,5 +1,8 @@
 """What training holds in memory: nothing of the size of tokens times keys, or tokens times selected rows."""
 
+import csv
+from pathlib import Path
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -71,3 +74,31 @@ def test_nothing_of_the_size_of_the_selection_is_kept_for_the_loss() -> None:
     with Largest() as seen:
         index_loss(*(x.detach() for x in leaves), slots, target)
     assert seen.elements <= max(target.numel(), 64 << 10)
+
+
+def test_what_attention_keeps_for_its_backward_pass() -> None:
+    """The formula of the page about training, in bytes."""
+    kept: dict[int, int] = {}
+    tokens, heads, width, value_dim, columns = 40, 3, 24, 16, 12
+    q, rows = (normal(*s, dtype=torch.bfloat16).requires_grad_() for s in ((tokens, heads, width), (tokens, width)))
+    slots = torch.randint(0, tokens, (tokens, columns), dtype=torch.int32)
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        attend_rows(q, Rows(rows, slots), scale=0.2, value_dim=value_dim)
+    numbers = heads * (width + 2 * value_dim) + width
+    assert sum(kept.values()) == tokens * (2 * numbers + 4 * columns + 4 * heads)
+
+
+def test_what_a_backward_pass_makes_is_what_was_measured() -> None:
+    """The other formula of that page, against the peaks on an H200: 64K tokens are as many more bytes."""
+    path = Path(__file__).parents[2] / "benchmarks/results/h200_train.csv"
+    measured = [row for row in csv.DictReader(path.read_text().splitlines()) if row["stage"] == "backward"]
+    assert len(measured) >= 6
+    for row in measured:
+        tokens, heads, count = (int(row[name]) for name in ("tokens", "heads", "rows"))
+        made = tokens * (2 * heads * 576 + 4 * heads) + 6 * count * 576
+        assert made / 1e6 == pytest.approx(float(row["peak_mb"]), rel=0.01)

@@ -125,6 +125,9 @@ def attach(
     columns], keep their tokens in a `TamisCache`, and return no attention weights. V4 models ignore `position_ids` and
     count each request's own tokens.
     """
+    if _inside(model) is not None:
+        remedy = "attach the model inside it, before it is wrapped"
+        raise checks.refuse("model", "the model itself", type(model).__name__, remedy)
     model = _bare(model)
     make_family, forward = _parts(model)
     cache = ("bf16" if train else "fp8") if cache is None else cache
@@ -271,8 +274,18 @@ def _training(model: Any) -> Any:
 
 
 def _bare(model: Any) -> Any:
-    """The model inside a `PeftModel`, or the model itself."""
+    """The model inside a `PeftModel` and inside what wraps it, or the model itself."""
+    inside = _inside(model)
+    if inside is not None:
+        return _bare(inside)
     return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _inside(model: Any) -> Any:
+    """The model inside DistributedDataParallel, DataParallel, FullyShardedDataParallel or torch.compile; None if there
+    is none."""
+    parts = getattr(model, "_modules", {})
+    return next((parts[name] for name in ("module", "_fsdp_wrapped_module", "_orig_mod") if name in parts), None)
 
 
 def _names(model: Any) -> list[str]:

@@ -49,6 +49,8 @@ def save_for_backward(ctx: Any, *tensors: Tensor | None) -> None:
 
 
 def refuse_second_derivatives(function: str, *tensors: Tensor | None) -> None:
-    """Refuse a backward pass that records gradients of its own, given all tensors that it computes with."""
-    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
+    """Refuse a backward pass that records gradients of its own, given all tensors that it computes with; none if the
+    arguments of the forward pass, which require gradients, are not among them."""
+    recorded = not tensors or any(tensor is not None and tensor.requires_grad for tensor in tensors)
+    if torch.is_grad_enabled() and recorded:
         raise checks.refuse(f"gradients of {function}", "computed once", "create_graph=True", "leave it out")

@@ -113,8 +113,9 @@ def index_loss(
     dtype, device = accumulator(index_q), index_q.device
     columns = checks.tensor("slots", slots, "T K", (torch.int32,), T=tokens, device=device)["K"]
     checks.tensor("target", target, "T K", (dtype,), T=tokens, K=columns, device=device)
-    if checks.visible(target) and not bool((target.detach() >= 0).all()):
-        raise checks.refuse("target", "free of negative numbers and NaN", "others", "pass what index_target returns")
+    if checks.visible(target) and not bool(((target.detach() >= 0) & target.detach().isfinite()).all()):
+        remedy = "pass what index_target returns"
+        raise checks.refuse("target", "free of negative numbers, infinity and NaN", "others", remedy)
     _check_token_weights(token_weights, tokens, dtype, device)
     refuse_tangents("index_loss", index_q=index_q, index_keys=index_keys, weights=weights)
     wanted = recorded(index_q, index_keys, weights)

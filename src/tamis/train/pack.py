@@ -181,9 +181,10 @@ class Pack:
         return Entries(ratio, int(bases[-1]), max(counts, default=0), first, previous, starts, ends, positions)
 
     def slots_of(self, positions: Tensor) -> Tensor:
-        """Rows int32 [T, K] of positions int32 [T, K] in each token's request; -1 stays -1, and padding has none."""
+        """Rows int32 [T, K] of positions int32 [T, K] in each token's request; -1 for what the token does not see:
+        negative positions, later ones than its own, and everything for padding."""
         checks.tensor("positions", positions, "T K", (torch.int32,), T=self.tokens, device=self.starts.device)
-        known = (positions >= 0) & (self.positions >= 0).unsqueeze(1)
+        known = (positions >= 0) & (positions < (self.ends - self.starts).unsqueeze(1))
         return torch.where(known, positions + self.starts.unsqueeze(1), -1)
 
 

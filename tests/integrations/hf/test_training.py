@@ -102,6 +102,19 @@ def test_selections_of_pooled_keys_are_replayed(model: Any) -> None:
         replaying(model, kept, ["a", "b"]).__enter__()
 
 
+@pytest.mark.parametrize("name", ["v32", "glm-shared", "v4"])
+def test_float64_steps_are_the_untouched_models(name: str) -> None:
+    """Ten times closer than float32: the untouched model computes its softmax in float32, and nothing else."""
+    model, ids = trainable(name), tokens(2, 40)
+    model.set_experts_implementation("eager")  # torch has no grouped products of float64
+    loss, expected = step(model.double(), input_ids=ids, labels=ids)
+    attach(model.float(), train=True)
+    found_loss, found = step(model.double(), input_ids=ids, labels=ids)
+    assert relative_error(found_loss, loss) < 1e-6
+    assert_agree(found, expected, 1e-6, but="hc")
+    assert_agree(found, expected, but="")
+
+
 @v4_only
 @pytest.mark.parametrize("columns", [90, 17, 3])
 def test_v4s_loss_and_gradients_are_the_untouched_models(model: Any, columns: int) -> None:

@@ -12,10 +12,19 @@ from bounds import relative_error
 from hf_models import V4_KINDS, logits, tokens, transformers
 from hf_training import SEPARATE, assert_agree, assert_same, batches, shared, step, trainable
 from rank_processes import run_on_ranks
-from ranks_training import CASES, both
+from ranks_training import CASES, DATA_PARALLEL, both, data_parallel
 
 from tamis.integrations.hf.train_step import Sight
-from tamis.integrations.transformers import attach, detach, index_losses, indexer_parameters, is_attached
+from tamis.integrations.transformers import (
+    attach,
+    detach,
+    index_losses,
+    indexer_parameters,
+    is_attached,
+    recording,
+    replaying,
+)
+from tamis.layers.recording import Recording
 
 peft = pytest.importorskip("peft")
 accelerate = pytest.importorskip("accelerate")
@@ -216,6 +225,14 @@ def test_fully_sharded_layers_have_the_whole_models_gradients(tmp_path: Path) ->
         assert "call model.gradient_checkpointing_enable()" in refused
 
 
+def test_data_parallel_ranks_have_the_whole_models_gradients(tmp_path: Path) -> None:
+    for found, names, refused in run_on_ranks(2, data_parallel, tmp_path):
+        assert len(found) == len(DATA_PARALLEL)
+        assert max(found.values()) < SEPARATE, found
+        assert names == {0, 1}
+        assert "model must be the model itself, got DistributedDataParallel; attach the model inside it" in refused
+
+
 @pytest.fixture
 def model() -> Iterator[Any]:
     found = shared("v32")
@@ -223,6 +240,62 @@ def model() -> Iterator[Any]:
     detach(found)
     found.gradient_checkpointing_disable()
     found.requires_grad_(True)
+
+
+def test_wrong_calls_are_refused_by_name(model: Any) -> None:
+    attach(model, train=True)
+    model.train()
+    for message, inputs in {
+        "input_ids must be of at least one request and one token, got .2, 0.": {"input_ids": IDS[:, :0]},
+        "input_ids must be of shape": {"input_ids": IDS[0]},
+        "given one at a time, got both": {"input_ids": IDS, "inputs_embeds": torch.zeros(2, 48, 64)},
+        "position_ids must be of shape": {"input_ids": IDS, "position_ids": torch.arange(47).unsqueeze(0)},
+        "output_attentions must be False": {"input_ids": IDS, "output_attentions": True},
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            model(**inputs)
+    kept = Recording(topk=32)
+    with recording(model, kept, ["a", "b"]):
+        with pytest.raises(ValueError, match=r"recording must be of .*, got one with gradients; .*torch.no_grad"):
+            model(IDS)
+        with torch.no_grad():
+            model(IDS)
+            with pytest.raises(ValueError, match="got one with packed sequences"):
+                model(IDS, position_ids=torch.arange(48).remainder(24).expand(2, -1))
+    with replaying(model, kept, ["a", "b"]), pytest.raises(ValueError, match="generate outside of replaying"):
+        model.generate(IDS, max_new_tokens=2)
+
+
+def test_who_learns_may_not_change_after_attaching() -> None:
+    """PEFT freezes indexers too, which then would not learn without an error."""
+    model = trainable("v32", num_hidden_layers=1)
+    attach(model, train=True, indexer="sparse")
+    adapted_later = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=ATTENTION))
+    with pytest.raises(ValueError, match="one whose indexers require gradients for indexer='sparse', got none"):
+        adapted_later.train()(IDS, labels=IDS)
+    other = trainable("v32", num_hidden_layers=1)
+    own = set(indexer_parameters(other))
+    for name, parameter in other.named_parameters():
+        parameter.requires_grad_(name in own)
+    attach(other, train=True, indexer="warmup")
+    other(IDS, labels=IDS)
+    other.model.norm.requires_grad_(True)
+    with pytest.raises(ValueError, match="indexers alone require gradients in the warm-up, got 1 other parameters"):
+        other(IDS, labels=IDS)
+
+
+def test_what_wraps_a_model_is_seen_through(model: Any) -> None:
+    wrapped = torch.nn.DataParallel(model)
+    for outside in (wrapped, torch.compile(model), torch.compile(wrapped)):
+        with pytest.raises(ValueError, match=r"model must be the model itself, got .*; attach the model inside it"):
+            attach(outside, train=True)
+    attach(model, train=True, indexer="sparse")
+    assert is_attached(wrapped)
+    assert is_attached(torch.compile(wrapped))
+    model(IDS, labels=IDS)
+    assert index_losses(wrapped).keys() == {0, 1, 2}
+    detach(wrapped)
+    assert not is_attached(model)
 
 
 def test_what_cannot_work_is_refused_by_name(model: Any) -> None:

@@ -35,10 +35,11 @@ class Call:
         columns: tuple[int, ...] = (21, 5),
         sink: bool = True,
         lse: bool = True,
+        count: int = 19,
         dtype: torch.dtype = torch.float32,
         device: torch.device,
     ) -> None:
-        self.dtype, self.value_dim, counts = dtype, value_dim, (19, 7)
+        self.dtype, self.value_dim, counts = dtype, value_dim, (count, 7)
         self.q = normal(tokens, heads, width, dtype=dtype).to(device)
         self.selections = [
             Rows(normal(n, width, dtype=dtype).to(device), hostile_slots(tokens, k, n).to(device))
@@ -103,6 +104,7 @@ class Call:
         {"width": 20, "value_dim": 20, "columns": (3,)},  # a tail that is part of the value
         {"heads": 20, "columns": (17,)},  # two blocks of heads
         {"tokens": 1, "columns": (1,)},
+        {"columns": (9, 2), "count": 1},
         {"width": 5, "value_dim": 2, "columns": (16,)},
     ],
     ids=str,
@@ -129,6 +131,23 @@ def test_rows_that_nobody_chose_and_infinite_sinks(device: torch.device) -> None
     found = call.check(deterministic=True)
     assert (found[0][:, 0] == 0).all()
     assert (found[-1][:2] == 0).all()
+
+
+@MODES
+def test_upstream_gradients_of_any_strides(deterministic: bool, device: torch.device) -> None:
+    """A sum has an upstream gradient that is one number, expanded. Those of empty rows may be NaN."""
+    call = Call(columns=(9,), device=device)
+    found = []
+    for dout in (torch.tensor(0.7, device=device).expand(4, 3, 16), torch.full((4, 3, 16), 0.7, device=device)):
+        call.dout = dout
+        found.append(call.backward(attention_kernels, deterministic=deterministic))
+    empty = found[0][1].isinf().all(1)
+    assert empty.any()
+    call.dout = torch.where(empty.view(-1, 1, 1), torch.nan, call.dout)
+    call.dlse = torch.where(empty.view(-1, 1), torch.nan, call.dlse)
+    found.append(call.backward(attention_kernels, deterministic=deterministic))
+    for one, *others in zip(*found, strict=True):
+        assert all(torch.allclose(one, other, rtol=EXACT, atol=EXACT) for other in others)
 
 
 @pytest.mark.parametrize("sizes", [(0, 3, 4), (2, 0, 4), (2, 3, 0)])
@@ -188,7 +207,9 @@ def index_call(
     device: torch.device, *, gradients: bool = True, deterministic: bool = False, dtype: torch.dtype = torch.float32
 ) -> IndexLoss:
     q, keys, weights = (normal(*s, dtype=dtype).to(device) for s in ((5, 3, 12), (9, 12), (5, 3)))
+    keys[4] = 0.0  # its products are zero, where the ReLU has no slope
     slots, target = hostile_slots(5, 19, 9), torch.rand(5, 19)
+    slots[1, 7] = 4
     target[3] = 0.0
     target /= target.sum(1, keepdim=True).clamp_min(1e-30)
     return IndexLoss(

@@ -88,14 +88,7 @@ def _prepare(
 ) -> _Prepared:
     """Check the inputs, and complete what was left out."""
     attachment: Attachment = base._tamis
-    given = input_ids if input_ids is not None else inputs_embeds
-    if given is None or (input_ids is not None and inputs_embeds is not None):
-        received = "neither" if given is None else "both"
-        raise checks.refuse("input_ids and inputs_embeds", "given one at a time", received, "pass exactly one")
-    _check_inputs(input_ids, inputs_embeds, position_ids)
-    if options.get("output_attentions") or getattr(base.config, "output_attentions", False):
-        remedy = "attention weights are never all computed; `tamis inspect` reports those of selected tokens"
-        raise checks.refuse("output_attentions", "False for an attached model", True, remedy)
+    given = check_inputs(base, input_ids, inputs_embeds, position_ids, options)
     _check_use(base, attachment)
     cache = _cache(past_key_values, attachment)
     requests, columns = given.shape[:2]
@@ -162,8 +155,21 @@ def _real_tokens(new: Tensor, device: torch.device) -> Tensor | None:
     return None if bool(new.all()) else new.flatten().nonzero().squeeze(1).to(device)
 
 
-def _check_inputs(input_ids: Tensor | None, inputs_embeds: Tensor | None, position_ids: Tensor | None) -> None:
-    """Refuse inputs of another shape or dtype. Values are the model's own business."""
+def check_inputs(
+    base: Any,
+    input_ids: Tensor | None,
+    inputs_embeds: Tensor | None,
+    position_ids: Tensor | None,
+    options: dict[str, Any],
+) -> Tensor:
+    """Refuse inputs of another shape or dtype, and results that there are none of. Values are the model's own business.
+    Returns the tokens or their embeddings."""
+    if (input_ids is None) == (inputs_embeds is None):
+        which = "neither" if input_ids is None else "both"
+        raise checks.refuse("input_ids and inputs_embeds", "given one at a time", which, "pass exactly one")
+    if options.get("output_attentions") or getattr(base.config, "output_attentions", False):
+        remedy = "attention weights are never all computed; `tamis inspect` reports those of selected tokens"
+        raise checks.refuse("output_attentions", "False for an attached model", True, remedy)
     if inputs_embeds is None:
         checks.tensor("input_ids", input_ids, "requests columns", checks.INTS)
         given = cast("Tensor", input_ids)
@@ -179,6 +185,7 @@ def _check_inputs(input_ids: Tensor | None, inputs_embeds: Tensor | None, positi
         if position_ids.shape[0] not in (1, requests):
             expected, received = f"of 1 or {requests} rows, like the tokens", position_ids.shape[0]
             raise checks.refuse("position_ids", expected, received, "pass those of the new tokens")
+    return given
 
 
 def _check_use(base: Any, attachment: Attachment) -> None:

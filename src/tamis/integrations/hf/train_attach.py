@@ -4,7 +4,14 @@ from types import MethodType
 from typing import Any, get_args
 
 from tamis import checks
-from tamis.integrations.hf.train_forward import Training, check_parameters, loss_with_indexer, training_forward
+from tamis.integrations.hf.train_forward import (
+    INDEXER,
+    Training,
+    check_learners,
+    check_parameters,
+    loss_with_indexer,
+    training_forward,
+)
 from tamis.integrations.hf.train_glm5_next import glm5_next_train_forward
 from tamis.integrations.hf.train_step import Options, Stage, Teachers
 from tamis.integrations.hf.train_v4 import v4_train_forward
@@ -55,17 +62,7 @@ def check_model(model: Any, options: Options) -> None:
         raise checks.refuse("attention_dropout", "0: tamis has no dropout of attention weights", rate, remedy)
     check_parameters(model)
     _check_pooled(model, options)
-    own = indexer_parameters(model)
-    learning = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    if options.indexer == "warmup" and learning - set(own):
-        others = sorted(learning - set(own))
-        received = f"{len(others)} other parameters, such as {others[0]}"
-        remedy = "call requires_grad_(False) on everything but indexer_parameters(model)"
-        raise checks.refuse("model", "one whose indexers alone require gradients in the warm-up", received, remedy)
-    if options.indexer != "frozen" and not learning & set(own):
-        remedy = "call requires_grad_() on indexer_parameters(model), or choose indexer='frozen'"
-        expected = f"one whose indexers require gradients for indexer={options.indexer!r}"
-        raise checks.refuse("model", expected, "none of them does", remedy)
+    check_learners(model, options)
 
 
 def _check_pooled(model: Any, options: Options) -> None:
@@ -76,7 +73,7 @@ def _check_pooled(model: Any, options: Options) -> None:
 
 def indexer_parameters(model: Any) -> list[str]:
     """The names of the parameters of a model's indexers, adapters included."""
-    return [name for name, _ in model.named_parameters() if ".indexer." in name]
+    return [name for name, _ in model.named_parameters() if INDEXER in name]
 
 
 def start(model: Any, options: Options) -> Training:
@@ -85,7 +82,7 @@ def start(model: Any, options: Options) -> Training:
     thawed = []
     if options.indexer == "frozen":
         for name, parameter in model.named_parameters():
-            if ".indexer." in name and parameter.requires_grad:
+            if INDEXER in name and parameter.requires_grad:
                 parameter.requires_grad_(False)
                 thawed.append(name)
     else:

@@ -8,8 +8,11 @@ import torch
 from torch import Tensor
 
 from tamis import checks
-from tamis.integrations.hf.forward import Attachment, language_model, model_forward
+from tamis.integrations.hf.forward import Attachment, check_inputs, language_model, model_forward
 from tamis.integrations.hf.train_step import Collected, Options, Sight, TrainStep
+
+INDEXER = ".indexer."
+"""A part of the names of all parameters of indexers, those of adapters included."""
 
 
 @dataclass(eq=False)
@@ -45,12 +48,12 @@ def training_forward(
     """
     attachment: Attachment = self._tamis
     training: Training = attachment.training
-    given = input_ids if input_ids is not None else inputs_embeds
+    given = check_inputs(self, input_ids, inputs_embeds, position_ids, kwargs)
     records = torch.is_grad_enabled() and _wants_gradients(self, inputs_embeds)
     sight = None
-    if given is not None and past_key_values is None and (records or training.replay or position_ids is not None):
+    if past_key_values is None and (records or training.replay or position_ids is not None):
         sight = _sight(given, attention_mask, position_ids)
-    if given is None or not (records or training.replay is not None or (sight is not None and sight.packed)):
+    if not (records or training.replay is not None or (sight is not None and sight.packed)):
         return model_forward(
             self,
             input_ids,
@@ -64,7 +67,14 @@ def training_forward(
         )
     if sight is None:
         remedy = "train on whole sequences, or call the model under torch.no_grad()"
-        raise checks.refuse("past_key_values", "None in training", type(past_key_values).__name__, remedy)
+        if not records:
+            remedy = "pass whole sequences to the model, and generate outside of replaying"
+        expected = f"None {'in training' if records else 'while selections are replayed'}"
+        raise checks.refuse("past_key_values", expected, type(past_key_values).__name__, remedy)
+    if attachment.record is not None:
+        received = "gradients" if records else "packed sequences" if training.replay is None else "a replay"
+        remedy = "call the model under torch.no_grad() with one sequence per row, outside of replaying"
+        raise checks.refuse("recording", "of a pass through pages", f"one with {received}", remedy)
     if sight.packed and attachment.family.shape.linear:
         remedy = "pass one per row, padded: linear attention would run from one sequence into the next"
         raise checks.refuse("position_ids", "those of one sequence per row", "packed sequences", remedy)
@@ -99,6 +109,21 @@ def check_parameters(model: Any) -> None:
         raise checks.refuse("model", "not partitioned by DeepSpeed ZeRO-3", "ZeRO-3 parameters", remedy)
 
 
+def check_learners(model: Any, options: Options) -> None:
+    """Refuse a model in which other parameters require gradients than its indexers' stage allows. They may change after
+    `attach`: PEFT, for example, freezes everything but its adapters."""
+    learning = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    others = sorted(name for name in learning if INDEXER not in name)
+    if options.indexer == "warmup" and others:
+        received = f"{len(others)} other parameters, such as {others[0]}"
+        remedy = "call requires_grad_(False) on everything but indexer_parameters(model)"
+        raise checks.refuse("model", "one whose indexers alone require gradients in the warm-up", received, remedy)
+    if options.indexer != "frozen" and len(learning) == len(others):
+        remedy = "call requires_grad_() on indexer_parameters(model), or choose indexer='frozen'"
+        expected = f"one whose indexers require gradients for indexer={options.indexer!r}"
+        raise checks.refuse("model", expected, "none of them does", remedy)
+
+
 def _sight(given: Tensor, attention_mask: Any, position_ids: Tensor | None) -> Sight:
     rows, columns = given.shape[:2]
     if attention_mask is not None and (
@@ -115,6 +140,8 @@ def _step(base: Any, given: Tensor, sight: Sight, records: bool, items: Any) -> 
     training: Training = attachment.training
     options = training.options
     check_parameters(base)
+    if records and options.teaches:
+        check_learners(base, options)
     checkpoints = records and base.training and _checkpoints(base)
     weight = None
     if records and options.teaches:

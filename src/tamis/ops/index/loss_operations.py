@@ -90,7 +90,8 @@ def _save(ctx: Any, call: IndexLoss | WarmupLoss, result: tuple[Tensor, Tensor, 
 def _backward(ctx: Any, dloss: Tensor | None, *_: None) -> dict[str, Any]:
     if dloss is None:
         return {}
-    refuse_second_derivatives("an index loss", dloss)
+    # The saved gradients have no graph of their own, so the inputs' would be missing in a second derivative.
+    refuse_second_derivatives("an index loss")
     names, wanted = ("index_q", "index_keys", "weights"), ctx.needs_input_grad
     found = zip(names, ctx.saved_tensors, wanted, strict=False)
     # A 16-bit gradient is multiplied in the loss's precision and rounded again.

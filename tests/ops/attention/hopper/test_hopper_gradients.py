@@ -25,6 +25,8 @@ from tamis.ops.rows.row_sums import natural_columns
 SCALE = 0.06
 # The table of errors: p and dz are rounded to bf16 as operands, and dq once more.
 ERROR = 2.6e-3
+# Where attention is peaked, and delta exact.
+PEAKED = 3e-3
 
 
 @pytest.fixture(scope="session")
@@ -36,10 +38,19 @@ class Call:
     """Arguments in bf16, and what must come out, in float64."""
 
     def __init__(
-        self, *, heads: int, columns: int, tokens: int = 2, width: int = 576, count: int = 90, options: bool = False
+        self,
+        *,
+        heads: int,
+        columns: int,
+        tokens: int = 2,
+        width: int = 576,
+        count: int = 90,
+        options: bool = False,
+        amplitude: float = 1.0,
     ) -> None:
         reseed(heads + columns)
         self.q, self.rows = (normal(*s, dtype=torch.bfloat16) for s in ((tokens, heads, width), (count, width)))
+        self.q *= amplitude
         slots = hostile_slots(tokens, columns, count)
         slots = slots if options else torch.where(slots < 0, 3, slots)
         lengths = torch.full((tokens,), max(0, columns - 3), dtype=torch.int32) if options else None
@@ -61,8 +72,8 @@ class Call:
         return Given(self.q, self.selection, self.dout, lse, self.delta, self.dlse, self.sink, SCALE, 512)
 
 
-def check(found: Tensor, expected: Tensor) -> None:
-    assert float((found.double() - expected).norm()) <= ERROR * float(expected.norm())
+def check(found: Tensor, expected: Tensor, error: float = ERROR) -> None:
+    assert float((found.double() - expected).norm()) <= error * float(expected.norm())
 
 
 CASES = [
@@ -81,6 +92,19 @@ def test_gradients_on_the_host(emulated, heads: int, options: dict) -> None:
     summed = kernels.add_at_once(call.given, dq, launch, wanted=True)
     check(dq, call.dq)
     check(natural_columns(summed, torch.float32), call.drows)
+
+
+@pytest.mark.parametrize(("count", "amplitude"), [(90, 0.05), (90, 8.0), (1, 1.0)])
+def test_peaked_and_flat_attention_on_the_host(emulated, count: int, amplitude: float) -> None:
+    """The rows of the table of errors; a single row, which every column is, has no gradient through its weight."""
+    call = Call(heads=9, columns=70, count=count, amplitude=amplitude, options=True)
+    dq = torch.full_like(call.q, torch.nan)
+    launch = emulated(kernels.program(576, kernels.heads_of(9), ordered=False))
+    summed = natural_columns(kernels.add_at_once(call.given, dq, launch, wanted=True), torch.float32)
+    largest = torch.exp(SCALE * torch.einsum("thd,nd->thn", call.q.double(), call.rows.double()) - call.lse[..., None])
+    assert count == 1 or float(largest.amax(2).mean()) > 0.5 or amplitude < 1
+    for one, other in ((dq, call.dq), (summed, call.drows)):
+        check(one, other, PEAKED if amplitude > 1 else ERROR)
 
 
 @pytest.mark.parametrize(("heads", "options"), CASES[1:], ids=str)

@@ -32,7 +32,9 @@ def call_of(heads: int, columns: int, *, tokens: int = 3, count: int = 50, half:
     dtype = torch.bfloat16 if half else torch.float32
     q, keys = (normal(*s, dtype=torch.bfloat16) for s in ((tokens, heads, 128), (count, 128)))
     weights = normal(tokens, heads, dtype=dtype) * 0.02
+    keys[7] = 0.0  # its products are zero, where the ReLU has no slope
     slots, target = hostile_slots(tokens, columns, count), torch.rand(tokens, columns)
+    slots[0, 2] = 7
     target /= target.sum(1, keepdim=True)
     target[-1] = 0.0
     return IndexLoss(q, keys, weights, slots, target, torch.rand(tokens), True, False, "auto")
