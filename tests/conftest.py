@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import on_host
 import pytest
@@ -39,6 +40,18 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 pytest_plugins = ("settings",)  # --under
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[Any]:
+    """Skip test modules that import Triton where there is none: it has wheels for Linux only."""
+    report = yield
+    raised = report.call.excinfo
+    cause = raised.value.__cause__ if raised else None
+    if isinstance(cause, ModuleNotFoundError) and cause.name == "triton":
+        report.outcome = "skipped"
+        report.longrepr = (str(collector.path), 1, "Skipped: needs Triton, which is not installed")
+    return report
 
 
 @pytest.fixture(autouse=True)

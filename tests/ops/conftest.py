@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -21,8 +22,11 @@ if not torch.cuda.is_available():
         if not isinstance(sys.modules["triton.language"].max, InterpretedFunction):
             raise RuntimeError("triton was imported before tests/ops: set TRITON_INTERPRET=1 for the whole run")
 
+HAS_TRITON = find_spec("triton") is not None
+"""Without Triton, the tests of its kernels are skipped and those of the references run."""
 
-@pytest.fixture(autouse=True, scope="session")
+
+@pytest.fixture(autouse=HAS_TRITON, scope="session")
 def language_patched_once() -> Iterator[None]:
     """Functions that an interpreted kernel calls do not look for what to patch in a language that is patched.
 
@@ -45,7 +49,7 @@ def language_patched_once() -> Iterator[None]:
     interpreter._patch_builtin = patch
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(autouse=HAS_TRITON, scope="session")
 def masks_that_are_boolean() -> Iterator[None]:
     """A scalar condition stays boolean when it is combined with a block of conditions.
 

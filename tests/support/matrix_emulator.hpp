@@ -96,18 +96,22 @@ inline void start_cta(u32 grid) {
     named_barriers.clear();
 }
 
+// In integers: g++ has _Float16 on x86-64 from version 12 and on arm64 from version 13.
 inline float fp16_value(u32 bits) {
-    _Float16 value;
-    const auto narrow = static_cast<uint16_t>(bits);
-    std::memcpy(&value, &narrow, 2);
-    return static_cast<float>(value);
+    const u32 sign = (bits & 0x8000) << 16, rest = bits & 0x7FFF;
+    if (rest > 0x7C00) return __uint_as_float(sign | 0x7FC00000 | rest << 13);  // a NaN becomes quiet
+    if (rest == 0x7C00) return __uint_as_float(sign | 0x7F800000);
+    if (rest >= 0x400) return __uint_as_float(sign | ((rest << 13) + (112u << 23)));
+    return __uint_as_float(sign | __float_as_uint(static_cast<float>(rest) * 0x1p-24f));  // subnormal or zero
 }
 
 inline u32 fp16_bits(float value) {
-    const auto narrow = static_cast<_Float16>(value);
-    uint16_t bits;
-    std::memcpy(&bits, &narrow, 2);
-    return bits;
+    const u32 all = __float_as_uint(value), sign = all >> 16 & 0x8000, rest = all & 0x7FFFFFFF;
+    if (rest > 0x7F800000) return sign | 0x7E00 | (rest >> 13 & 0x3FF);
+    if (rest >= 0x477FF000) return sign | 0x7C00;  // from half a unit above the largest number
+    if (rest >= 0x38800000) return sign | (rest + 0xFFF + (rest >> 13 & 1) - (112u << 23)) >> 13;
+    // Subnormal numbers are multiples of 2^-24, to which the sum with 0.5 is rounded.
+    return sign | (__float_as_uint(__uint_as_float(rest) + 0.5f) - 0x3F000000);
 }
 
 inline float bf16_value(u32 bits) { return __uint_as_float(bits << 16); }
