@@ -29,8 +29,8 @@ must give the same bits ten times; a request must give the same bits alone and i
 replayed with other inputs must give the bits of an eager call.
 
 CUDA C++ kernels are listed with their registers, stack and shared memory; a kernel that spills registers to the stack,
-or needs more shared memory than a CTA may have, fails. Without a GPU they are compiled only for this check, and not
-with --quick.
+needs more shared memory than a CTA may have, or overwrites registers of matrix products that still run, which an
+assembler may get wrong, fails. Without a GPU they are compiled only for this check, and not with --quick.
 
 A check that cannot apply here is shown with its reason. Exits with 1 if a check fails, or if none applies."""
 

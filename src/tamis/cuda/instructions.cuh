@@ -219,6 +219,8 @@ __device__ __forceinline__ void prefetch_l2(const void* address) {
 }
 
 // Starts a copy of 16 or 8 bytes, aligned to their size. Without `valid` it writes zeros and does not read the source.
+// PTX asks for fence_async_proxy before wgmma reads what was copied. Kernels do without on Hopper, the only GPUs with wgmma, as
+// CUTLASS' do (benchmarks/NOTES.md).
 template <int BYTES>
 __device__ __forceinline__ void cp_async_zfill(u32 destination, const void* source, bool valid) {
     const int bytes = valid ? BYTES : 0;

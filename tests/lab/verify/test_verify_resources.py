@@ -71,6 +71,7 @@ def test_kernels_are_listed_with_what_they_need(cases: list[CudaCase], capsys: p
         "static_shared_bytes": 1024,
         "dynamic_shared_bytes": 227 * 1024,
         "shared_limit_bytes": 228 * 1024,
+        "early_uses": [],
     }
     assert newer["target"] == "sm_100a"
     assert [(c["check"], c["backend"], c["cases"], c["state"]) for c in found["checks"]] == [

@@ -1,8 +1,8 @@
 """Compiles the CUDA C++ kernels without a GPU: `python -m tamis.lab.offline.cuda sm_90a`.
 
 A stage with CUDA C++ kernels has `cuda_cases()` in its module here, `tamis.lab.offline.<stage>`, which yields its
-programs as the library compiles them. A kernel that spills registers, or that needs more shared memory than a CTA may
-have, is refused.
+programs as the library compiles them. A kernel that spills registers, that needs more shared memory than a CTA may
+have, or whose machine code writes registers of products that still run, is refused.
 """
 
 import importlib
@@ -18,6 +18,7 @@ from pathlib import Path
 from tamis import checks
 from tamis.backends import BACKENDS, STAGES
 from tamis.cuda.compiler import Program, compiled
+from tamis.lab.offline.operands import disassembled, early_uses, functions
 
 SHARED_LIMITS = {"sm_90a": 228 * 1024, "sm_100a": 228 * 1024}
 """Bytes of shared memory per CTA, including those reserved by the system."""
@@ -68,17 +69,24 @@ class KernelUse:
     """Bytes per CTA in the largest launch."""
     shared_limit: int
     """The most bytes of both per CTA."""
+    early_uses: tuple[str, ...] = ()
+    """Instructions that use registers of a product which may still run (see `operands`)."""
 
     @property
     def excess(self) -> int:
-        """Bytes of stack plus bytes of shared memory beyond the limit; must be 0."""
-        return self.stack + max(0, self.static_shared + self.dynamic_shared - self.shared_limit)
+        """Bytes of stack, bytes of shared memory beyond the limit and early uses of registers; must be 0."""
+        return self.stack + max(0, self.static_shared + self.dynamic_shared - self.shared_limit) + len(self.early_uses)
 
     @property
     def refusal(self) -> str:
         """The reason why the kernel is refused; empty if it is not."""
         if self.stack:
             return f"{self.function} has {self.stack} bytes of stack; use fewer registers"
+        if self.early_uses:
+            return (
+                f"{self.function} has {len(self.early_uses)} instructions that use registers of products too early, "
+                f"{self.early_uses[0]}; use another version of NVRTC, such as that of CUDA 13.3"
+            )
         if self.excess:
             return (
                 f"{self.function} needs {self.static_shared} + {self.dynamic_shared} bytes of shared memory, but a "
@@ -110,21 +118,23 @@ def usage(cubin: bytes) -> list[Usage]:
 def kernel_uses(case: CudaCase, arch: str, cubin: bytes) -> list[KernelUse]:
     """The resources of the kernels of a case, from its cubin."""
     checks.option("arch", arch, tuple(SHARED_LIMITS))
-    return [
-        KernelUse(
-            case.label, one.function, arch, one.registers, one.stack, one.shared, case.shared, SHARED_LIMITS[arch]
-        )
-        for one in usage(cubin)
-    ]
+    tool, early = cuobjdump(), dict[str, tuple[str, ...]]()
+    if tool is not None and "wgmma_rs" in case.program.source:  # products with an operand in registers
+        early = {name: tuple(early_uses(code)) for name, code in functions(disassembled(tool, cubin))}
+    found = []
+    for one in usage(cubin):
+        memory = one.registers, one.stack, one.shared, case.shared, SHARED_LIMITS[arch]
+        found.append(KernelUse(case.label, one.function, arch, *memory, early.get(one.function, ())))
+    return found
 
 
 def compile_case(case: CudaCase, arch: str) -> list[KernelUse]:
-    """Compile a case and return its kernels' resources; refuse stack memory and too much shared memory."""
+    """Compile a case and return its kernels' resources; refuse what `KernelUse.refusal` refuses."""
     checks.option("arch", arch, tuple(SHARED_LIMITS))
     found = kernel_uses(case, arch, compiled(case.program, arch))
     for one in found:
         if one.refusal:
-            raise MemoryError(f"{case.label}: {one.refusal}")
+            raise (RuntimeError if one.early_uses else MemoryError)(f"{case.label}: {one.refusal}")
     return found
 
 

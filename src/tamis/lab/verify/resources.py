@@ -1,4 +1,4 @@
-"""Checks the resources of a stage's CUDA C++ kernels: registers, stack, shared memory."""
+"""Checks a stage's CUDA C++ kernels as they are compiled here: registers, stack, shared memory, operands."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -9,11 +9,12 @@ from tamis.cuda.nvrtc import INSTALL, has_nvrtc
 from tamis.lab.offline.cuda import HOPPER, CudaCase, cuobjdump, has_cases, kernel_uses, stage_cases
 from tamis.lab.verify.check import Check, Target, Trial
 
-NAME = "no register spills; shared memory within limits"
+NAME = "no register spills; shared memory within limits; operands kept"
 
 
 def resource_checks(stage: str, target: Target) -> Iterator[Check]:
-    """No kernel of the stage spills registers or needs more shared memory than a CTA may have.
+    """No kernel of the stage spills registers, needs more shared memory than a CTA may have, or overwrites registers of
+    products that still run.
 
     On a GPU that runs the kernels, the cubins of the launches are checked; without a GPU, the same programs are
     compiled for their architectures. The check is left out for a target with a scope, whose caller is about to time a

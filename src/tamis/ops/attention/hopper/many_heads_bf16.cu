@@ -237,7 +237,7 @@ struct Consumer {
 
     // Issues the products of queries with the keys of the warpgroup's stage that a load brings, once it has arrived.
     __device__ __forceinline__ void score(float (&s)[32], int load) {
-        mbarrier_wait(full(memory, GROUP, load), load_parity);  // cp.async, unlike stores, needs no fence before wgmma
+        mbarrier_wait(full(memory, GROUP, load), load_parity);  // no fence: see cp_async_zfill
         const auto queries = k_major(memory + QUERIES), keys = k_major(memory + RING + GROUP * STAGE_BYTES);
         wgmma_fence();
 #pragma unroll
