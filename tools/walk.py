@@ -45,7 +45,7 @@ from tamis.ops import IndexInputs, library, memory
 ROOT = Path(tamis.__file__).parent
 SHARED_BYTES = 232448
 SMS = 132
-BOUNDS = {"V3.2 decode": (110, 60), "V4 prefill": (220, 115)}
+BOUNDS = {"V3.2 decode": (110, 60), "V4 prefill": (220, 115), "V4 decode in vLLM": (60, 30)}
 """The most calls, and the most returns to a file, that a walk may have."""
 
 
@@ -175,6 +175,36 @@ def v4_prefill() -> Callable[[], object]:
     return lambda: layer(x, caches, plan)
 
 
+def vllm_v4_decode() -> Callable[[], object]:
+    """Attention of a layer whose indexer selects (C4A), as vLLM calls it: one token of each of 8 requests, 64 heads."""
+    from tamis.integrations.vllm.v4_forward import forward_decode
+
+    requests, heads = 8, 64
+    window, entries = PagedCache("v4-fp8", 40, 64), PagedCache("v4-fp8", 40, 64)
+    layer = SimpleNamespace(
+        compress_ratio=4,
+        scale=512**-0.5,
+        attn_sink=torch.zeros(heads, dtype=torch.float32, device="cpu"),
+        swa_cache_layer=SimpleNamespace(kv_cache=window.storage),
+        kv_cache_torch_dtype=torch.uint8,
+        topk_indices_buffer=_integers(64, 512),
+    )
+    raw = SimpleNamespace(
+        num_decode_tokens=requests,
+        decode_swa_indices=_integers(requests, 1, 128),
+        decode_swa_lens=_integers(requests),
+        is_valid_token=_integers(64).bool(),
+    )
+    record = SimpleNamespace(req_id_per_token=_integers(requests), block_table=_integers(requests, 10))
+    q = _random(requests, heads, 512)
+    out = torch.empty_like(q)
+    return lambda: forward_decode(layer, q, entries.storage, raw, record, False, out)
+
+
+def _integers(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.int32, device="cpu")
+
+
 def _v4_weights(spec: LayerSpec, hidden: int) -> dict[str, torch.Tensor]:
     rank, groups, low, width, index = 48, 8, 16, spec.head_dim, spec.index_dim or 0
     made = {
@@ -202,7 +232,7 @@ def _random(*shape: int) -> torch.Tensor:
 def walks() -> dict[str, Walk]:
     """The walks of both layers' warm calls."""
     found = {}
-    made = {"V3.2 decode": v32_decode(), "V4 prefill": v4_prefill()}
+    made = {"V3.2 decode": v32_decode(), "V4 prefill": v4_prefill(), "V4 decode in vLLM": vllm_v4_decode()}
     with like_an_h200(), torch.no_grad():
         for name, run in made.items():
             run()

@@ -136,9 +136,10 @@ def attend_layer(
     """
     if not 1 <= heads <= q.shape[1]:
         raise checks.refuse("q", f"with at least the layer's {heads} heads", q.shape[1], "pass the layer's query")
+    real = sink if sink is None or len(sink) == heads else sink[:heads]
+    if heads == q.shape[1]:
+        return attend(q, selections, scale=scale, value_dim=value_dim, sink=real).out
     out = q.new_empty((*q.shape[:2], value_dim), dtype=q.dtype)
-    real = None if sink is None else sink[:heads]
     attend(q[:, :heads], selections, scale=scale, value_dim=value_dim, sink=real, out=out[:, :heads])
-    if heads < q.shape[1]:
-        out[:, heads:].zero_()
+    out[:, heads:].zero_()
     return out

@@ -12,17 +12,18 @@ vLLM's own, those of `classes.v4_metadata`, or any with the same attributes. Eve
 prefills, is checked before their rows of `output` are written to.
 """
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from tamis import checks
 from tamis.cache.paged import PagedCache
 from tamis.cache.selection import Selection
+from tamis.integrations.vllm.engine_batch import first as first_rows
 from tamis.integrations.vllm.v4_formats import E4M3, e4m3_scales, listed, sees_every_entry, wrap
+from tamis.integrations.vllm.v4_limits import decode_limits, prefill_limits
 from tamis.ops import attend
 
 
@@ -82,7 +83,7 @@ def forward_decode(
         count = swa_metadata.num_decode_tokens
         if count == 0:
             return
-        indices, lengths = swa_metadata.decode_swa_indices[:, 0], swa_metadata.decode_swa_lens
+        indices, lengths = swa_metadata.decode_swa_indices.select(1, 0), swa_metadata.decode_swa_lens
         selections = [Selection(wrap("swa_kv_cache", layer.swa_cache_layer.kv_cache, layer), indices, lengths)]
         if not swa_only:
             entries = wrap("kv_cache", _given("kv_cache", kv_cache), layer)
@@ -95,11 +96,10 @@ def _decode_entries(layer: Any, entries: PagedCache, window: Any, record: Any, c
         return []  # a step of padding alone
     if sees_every_entry(layer, record):
         slots = listed("c128a_global_decode_topk_indices", record.c128a_global_decode_topk_indices)
-        return [Selection(entries, slots[:, 0], record.c128a_decode_topk_lens)]
-    # A token that is not valid attends to nothing, whatever the indexer's buffer holds for it.
+        return [Selection(entries, slots.select(1, 0), record.c128a_decode_topk_lens)]
     chosen = layer.topk_indices_buffer[:count]
-    limit = (window.is_valid_token[:count] * chosen.shape[1]).int()
-    return [_by_number(entries, chosen, limit, record, 0)]
+    limits = decode_limits(layer, window, count, chosen.shape[1])
+    return [_by_number(entries, chosen, limits, record, 0)]
 
 
 def forward_prefill(
@@ -129,19 +129,17 @@ def forward_prefill(
         first, count = swa_metadata.num_decode_tokens, swa_metadata.num_prefill_tokens
         if count == 0:
             return
-        q, positions, output = q[:count], positions[:count], output[:count]
-        indices, lengths = swa_metadata.prefill_swa_indices[:, 0], swa_metadata.prefill_swa_lens
+        q, output = first_rows(q, count), first_rows(output, count)
+        indices, lengths = swa_metadata.prefill_swa_indices.select(1, 0), swa_metadata.prefill_swa_lens
         selections = [Selection(wrap("swa_kv_cache", swa_k_cache, layer), indices, lengths)]
         if compressed_k_cache is not None:
             if sees_every_entry(layer, attn_metadata):
                 numbers = listed("c128a_prefill_topk_indices", attn_metadata.c128a_prefill_topk_indices)
             else:
                 numbers = layer.topk_indices_buffer[first : first + count]
-            # Padding has no window, and no entries either.
-            complete = torch.where(lengths > 0, (positions + 1) // layer.compress_ratio, 0)
-            limit = complete.clamp(0, numbers.shape[1]).int()
+            limits = prefill_limits(layer, swa_metadata, first_rows(positions, count), numbers.shape[1])
             entries = wrap("kv_cache", compressed_k_cache, layer)
-            selections.append(_by_number(entries, numbers, limit, attn_metadata, first))
+            selections.append(_by_number(entries, numbers, limits, attn_metadata, first))
         _attend(layer, q, selections, output)
 
 
@@ -152,18 +150,19 @@ def _by_number(cache: PagedCache, numbers: Tensor, lengths: Tensor, record: Any,
 
 
 def _attend(layer: Any, q: Tensor, selections: list[Selection], output: Tensor) -> None:
-    heads = q.shape[1]
+    heads, sink = q.shape[1], layer.attn_sink
+    padded = output.shape[1] > heads
     # `attend` checks before it writes, so the padded heads are zeroed after it: a refused call changes nothing.
     attend(
         q,
         selections,
         scale=float(layer.scale),
         value_dim=output.shape[2],
-        sink=layer.attn_sink[:heads],
+        sink=first_rows(sink, heads),
         q_scale=e4m3_scales(layer)[0] if q.dtype == E4M3 else 1.0,
-        out=output[:, :heads],
+        out=output[:, :heads] if padded else output,
     )
-    if heads < output.shape[1]:
+    if padded:
         output[:, heads:].zero_()
 
 
@@ -173,16 +172,22 @@ def _given(name: str, value: Tensor | None) -> Tensor:
     return value
 
 
-@contextmanager
-def in_use(*records: Any) -> Iterator[None]:
+def in_use(*records: Any) -> AbstractContextManager[object]:
     """The block in which attention reads these records.
 
     A record made by one of tamis' builders is refused once its builder has made another one, which has overwritten the
-    record's buffers. Records of other builders do not say so and are not checked.
+    record's buffers. Records of other builders, such as vLLM's, do not say so and are not checked.
     """
+    checked = [record.using for record in records if hasattr(record, "using")]
+    return _all_in_use(checked) if checked else _UNCHECKED
+
+
+_UNCHECKED = nullcontext()
+
+
+@contextmanager
+def _all_in_use(checked: list[Callable[[], AbstractContextManager[None]]]) -> Iterator[None]:
     with ExitStack() as block:
-        for record in records:
-            using = getattr(record, "using", None)
-            if using is not None:
-                block.enter_context(using())
+        for using in checked:
+            block.enter_context(using())
         yield

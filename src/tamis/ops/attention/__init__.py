@@ -110,8 +110,13 @@ def attend(
     factor, form = folded_scale(scale, q_scale), LseForm(base_2=lse_base == "2")
     call = Attend(q, selections, *factor, splits, contiguous_sink(sink), result, False, form, backend)
     check_attend(call)
-    if signature is not None:
-        _KNOWN.keep(signature, Prepared.of(call, out))
+    prepared = None if signature is None else Prepared.of(call, out)
+    if signature is not None and prepared is not None:
+        _KNOWN.keep(signature, prepared)
+        # The choices that prepared the call are not made again to run it.
+        found = prepared.run(q, read_by(selections), call.scale, sink, result)
+        if found is not None:
+            return Attended(*found)
     return Attended(result, *operations.attend(call))
 
 
@@ -252,7 +257,8 @@ def as_list(selections: Selection | Sequence[Selection]) -> list[Selection]:
     """One selection or several, as a list; anything else is refused."""
     if isinstance(selections, Selection):
         return [selections]
-    if not isinstance(selections, Sequence) or not all(isinstance(s, Selection) for s in selections):
+    # A list is recognised before `Sequence`, an abstract class, which takes longer to compare with.
+    if not isinstance(selections, (list, Sequence)) or not all(isinstance(s, Selection) for s in selections):
         received = checks.describe(selections)
         raise checks.refuse_type("selections", "Selections", received, "wrap each cache with its slots in a Selection")
     if not selections:

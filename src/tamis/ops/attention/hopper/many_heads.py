@@ -1,7 +1,7 @@
 """Sparse attention of 64 heads at a time, for Hopper: launches of `many_heads.cu` and `many_heads_bf16.cu`."""
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tamis import checks
 from tamis.arithmetic import ceil_div
+from tamis.cache.fields import from_key
 from tamis.cache.layout import Layout, rows, v4_fp8, v32_fp8
 from tamis.cache.selection import Selection
 from tamis.cuda.compiler import Program
@@ -125,7 +126,13 @@ def source(q: Tensor, selections: Sequence[Selection], sms: int) -> str:
 
 def kernel_of(layout: Layout) -> RowKernel | None:
     """The kernel that reads the bytes of a layout; None if there is none."""
-    return _KERNELS.get(_bytes_of(layout))
+    return _kernel_of_key(layout.key)
+
+
+@lru_cache(maxsize=256)
+def _kernel_of_key(key: str) -> RowKernel | None:
+    # A call asks for its kernel several times, and hashing the fields of a layout takes longer than comparing its key.
+    return _KERNELS.get(_bytes_of(from_key(key)))
 
 
 def _bytes_of(layout: Layout) -> tuple[Any, ...]:
