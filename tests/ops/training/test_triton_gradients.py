@@ -42,9 +42,12 @@ class Call:
         self.dtype, self.value_dim, counts = dtype, value_dim, (count, 7)
         self.q = normal(tokens, heads, width, dtype=dtype).to(device)
         self.selections = [
-            Rows(normal(n, width, dtype=dtype).to(device), hostile_slots(tokens, k, n).to(device))
+            Rows(normal(n + 1, width, dtype=dtype).to(device)[:n], hostile_slots(tokens, k, n).to(device))
             for k, n in zip(columns, counts, strict=False)
         ]
+        for selection in self.selections:
+            # What lies after the rows is not theirs.
+            selection.rows.as_strided((1, width), (width, 1), len(selection.rows) * width).fill_(torch.nan)
         if len(columns) == 1:
             lengths = torch.randint(0, columns[0] + 1, (tokens,), dtype=torch.int32)
             lengths[0] = columns[0]
