@@ -22,6 +22,7 @@ from tamis.integrations.hf.layers import (
     Step,
     WrapLayer,
     absorbed,
+    check_first,
     key_layout,
     wrapped,
 )
@@ -55,6 +56,7 @@ class Glm5NextFamily:
         self.specs = [
             None if number in linear_layers else LayerSpec.from_hf(fields, number) for number in range(len(base.layers))
         ]
+        check_first(self.specs)
         spec = next(spec for spec in self.specs if spec is not None)
         layout: Layout
         if kind == "fp8":
