@@ -159,5 +159,13 @@ def test_other_configs_are_refused() -> None:
         LayerSpec.from_hf({k: v for k, v in V32.items() if k != "index_topk"})
     with pytest.raises(ValueError, match=r"config must be one with 'num_attention_heads'"):
         LayerSpec.from_hf({})
+    for missing in ("kv_lora_rank", "qk_rope_head_dim", "index_n_heads", "index_head_dim"):
+        with pytest.raises(ValueError, match=f"config must be one with '{missing}', got none"):
+            LayerSpec.from_hf({k: v for k, v in V32.items() if k != missing} | {"head_dim": 64})
+    for zero in ("index_n_heads", "index_head_dim", "kv_lora_rank"):
+        with pytest.raises(ValueError, match=f"config.{zero} must be >= 1, got 0"):
+            LayerSpec.from_hf({**V32, zero: 0})
+    without = LayerSpec.from_hf({k: v for k, v in V32.items() if k not in ("index_n_heads", "index_head_dim")})
+    assert (without.index_heads, without.index_dim) == (0, 0)  # positions come from elsewhere
     with pytest.raises(ValueError, match="tensor_parallel must be a divisor"):
         LayerSpec.from_hf(V32, tensor_parallel=3)

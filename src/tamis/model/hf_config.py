@@ -77,6 +77,18 @@ def is_linear(fields: Mapping[str, Any], layer: int) -> bool:
     return names is not None and layer < len(names) and names[layer] == "linear_attention"
 
 
+def is_v32(fields: Mapping[str, Any]) -> bool:
+    """Whether a config is of the V3.2 family, which has a latent rank; V4's heads have no part that only they have."""
+    if fields.get("qk_nope_head_dim") is not None:
+        return whole(fields, "kv_lora_rank") > 0
+    return whole(fields, "kv_lora_rank", low=0, default=0) > 0
+
+
+def v32_rope_width(fields: Mapping[str, Any]) -> int:
+    """The number of rotated columns of a head of the V3.2 family. Only GLM-5.3-Flash has none unless it says so."""
+    return whole(fields, "qk_rope_head_dim", low=0, default=0 if fields.get("model_type") == GLM5_NEXT else None)
+
+
 def rope_width(fields: Mapping[str, Any]) -> int:
     """The number of rotated columns of a V4 head."""
     given = whole(fields, "qk_rope_head_dim", low=0, default=0)

@@ -57,8 +57,8 @@ class IndexRecipe:
             hadamard: whether rows are multiplied by the Hadamard matrix.
         """
         fields = hf_config.fields_of(config)
-        if hf_config.whole(fields, "kv_lora_rank", low=0, default=0):
-            rope = hf_config.whole(fields, "qk_rope_head_dim", low=0, default=0)
+        if hf_config.is_v32(fields):
+            rope = hf_config.v32_rope_width(fields)
             pairs = fields.get("indexer_rope_interleave")
             kind = str(fields.get("model_type"))
             usual = kind in ("glm_moe_dsa", hf_config.MISTRAL_LARGE4)

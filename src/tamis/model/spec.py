@@ -142,7 +142,7 @@ class LayerSpec:
             raise checks.refuse(
                 "tensor_parallel", "a divisor of num_attention_heads", tensor_parallel, "choose another size"
             )
-        if hf_config.whole(fields, "kv_lora_rank", low=0, default=0):
+        if hf_config.is_v32(fields):
             return cls._v32(fields, layer, heads)
         if hf_config.listed(fields, "kv_source_layer_ids"):
             return cls._v41(fields, layer, heads)
@@ -151,8 +151,9 @@ class LayerSpec:
     @classmethod
     def _v32(cls, fields: Mapping[str, Any], layer: int, heads: int) -> Self:
         latent = hf_config.whole(fields, "kv_lora_rank")
-        rope = hf_config.whole(fields, "qk_rope_head_dim", low=0, default=0)
+        rope = hf_config.v32_rope_width(fields)
         query = hf_config.whole(fields, "qk_nope_head_dim") + rope
+        index_heads, index_dim = _index_sizes(fields)
         return cls(
             heads,
             latent,
@@ -161,8 +162,8 @@ class LayerSpec:
             # Without a rope, settings of one have no say in the scale either.
             Rope.from_hf(fields, rope).softmax_scale(query) if rope else query**-0.5,
             topk=hf_config.whole(fields, "index_topk"),
-            index_heads=hf_config.whole(fields, "index_n_heads", low=0, default=0),
-            index_dim=hf_config.whole(fields, "index_head_dim", low=0, default=0),
+            index_heads=index_heads,
+            index_dim=index_dim,
             reuse_topk=_reuses_topk(fields, layer),
             sink=fields.get("model_type") == hf_config.HY4,
             reuse_rows=_reuses_rows(fields, layer),
@@ -216,6 +217,15 @@ class LayerSpec:
             reuse_entries=found.entries_of != layer,
             candidates=found.candidates,
         )
+
+
+def _index_sizes(fields: Mapping[str, Any]) -> tuple[int, int]:
+    """Heads and width of an indexer of the V3.2 family. A config may leave out both, for a layer that is given its
+    positions, but not one of them."""
+    names = ("index_n_heads", "index_head_dim")
+    low, default = (1, None) if any(fields.get(name) for name in names) else (0, 0)
+    heads, dim = (hf_config.whole(fields, name, low=low, default=default) for name in names)
+    return heads, dim
 
 
 def _kpool(fields: Mapping[str, Any], layer: int) -> int:

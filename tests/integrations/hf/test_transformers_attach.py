@@ -8,6 +8,7 @@ import torch
 from bounds import relative_error
 from hf_models import (
     FAMILIES,
+    MODELS,
     SMALL,
     base_of,
     build,
@@ -157,6 +158,14 @@ def test_an_indexer_that_only_the_config_has_is_none() -> None:
     assert model.config.index_topk == 32
     with pytest.raises(ValueError, match="got LongcatFlashForCausalLM; this one has no sparse latent attention"):
         attach(model)
+
+
+@pytest.mark.parametrize(("name", "first"), [("glm-shared", 0), ("hy4", 0), ("mistral-large4", 0), ("glm5-next", 1)])
+def test_a_first_layer_without_a_selection_is_refused(name: str, first: int) -> None:
+    model = build(name, indexer_types=["shared"] * MODELS[name][1]["num_hidden_layers"])
+    with pytest.raises(ValueError, match=rf"config.indexer_types\[{first}\] must be 'full' in the first layer"):
+        attach(model)
+    assert not is_attached(model)
 
 
 WRONG_OPTIONS: dict[str, tuple[dict[str, Any], str]] = {

@@ -22,6 +22,7 @@ from tamis.integrations.hf.layers import (
     Step,
     WrapLayer,
     absorbed,
+    check_first,
     key_layout,
     wrapped,
 )
@@ -53,6 +54,7 @@ class Glm5NextFamily:
         fields, count = hf_config.fields_of(config), len(base.layers)
         linear_layers = tuple(number for number in range(count) if hf_config.is_linear(fields, number))
         self.specs = [None if number in linear_layers else LayerSpec.from_hf(fields, number) for number in range(count)]
+        check_first(self.specs)
         spec = next(spec for spec in self.specs if spec is not None)
         layout: Layout
         if kind == "fp8":

@@ -4,7 +4,7 @@ The forward pass of a model (`forward`) plans a step once. Each attention module
 mask. Models that differ from V3.2 in more than numbers are in `mla_models`, and DeepSeek-V4 is in `v4_layers`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import gcd
@@ -109,6 +109,14 @@ def key_layout(kind: CacheKind, dim: int, dtype: torch.dtype) -> Layout:
     return rows(torch.float32 if kind == "fp32" else dtype, latent=dim, rope=0)
 
 
+def check_first(specs: Sequence[LayerSpec | None]) -> None:
+    """Refuse a model whose first layer with rows uses an earlier selection; None is linear attention."""
+    number, first = next((number, spec) for number, spec in enumerate(specs) if spec is not None)
+    if first.reuse_topk:
+        remedy = "no layer before it selects"
+        raise checks.refuse(f"config.indexer_types[{number}]", "'full' in the first layer", "'shared'", remedy)
+
+
 class Query(NamedTuple):
     """A layer's queries before their rope, and what is projected together with them."""
 
@@ -134,6 +142,7 @@ class V32Family:
         """Read a model (the part below the language-model head)."""
         config, device, dtype = base.config, base.embed_tokens.weight.device, base.embed_tokens.weight.dtype
         self.specs = specs = [self.spec(config, layer.self_attn) for layer in base.layers]
+        check_first(specs)
         dim = config.index_head_dim
         keys = key_layout(kind, dim, dtype)
         # The Hadamard rotation makes FP8 keys more exact; without FP8 it would only cost time.
