@@ -64,9 +64,16 @@ def poisoned_memory(pytestconfig: pytest.Config) -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the longest tests first, so that no process is left with one at the end while the others are idle."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Run the longest tests first, so that no process is left with one at the end while the others are idle.
+
+    Without a GPU, what needs one is skipped, unless an expression of markers asks for it: `-m gpu` then fails.
+    """
     items.sort(key=lambda item: item.path.name != "test_offline.py")
+    if not config.option.markexpr and not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu") is not None:
+                item.add_marker(pytest.mark.skip(reason="needs a GPU"))
 
 
 @pytest.fixture(scope="session")
