@@ -83,7 +83,7 @@ def test_hardware_says_how_many_tests_an_emulator_ran() -> None:
     files[0] |= {"passed": "5", "failed": "1", "not_run": "7"}
     files[1] |= {"passed": "20", "skipped": "3"}
     said = hardware._emulated(files)
-    assert said.startswith("1 failed, 25 passed, 3 skipped of 2 test files under e with torch 2; 7 slower tests")
+    assert said.startswith("1 failed, 25 passed, 3 skipped of 2 test files under e with torch 2; 7 others of these")
     shown = {what: (state, how) for what, _, state, how in lines(hardware.hardware())}
     assert shown["CPU, arm64 (Linux)"][0] == "emulated"
     rows = records.read(hardware.ARM64)
