@@ -14,6 +14,12 @@ NEED = Need(SPEC, torch.device("cuda"), (8, 0), torch.bfloat16, named("v32-bf16"
 """A layer that every backend runs, on a GPU before Hopper."""
 
 
+@pytest.fixture(autouse=True)
+def with_nvrtc(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NVRTC counts as installed; without it CUDA C++ is refused, as tests/test_troubleshooting.py shows."""
+    monkeypatch.setattr(backends, "has_nvrtc", lambda: True)
+
+
 def test_compute_capability_is_compared_by_major_version() -> None:
     hopper = BACKENDS[0]
     assert hopper.refusals(replace(NEED, capability=(8, 6))) == ["compute capability 8.6 is not one of 9.x"]

@@ -1,5 +1,6 @@
 """The race detector of emulated kernels (`--races`), on small kernels with and without what orders their accesses."""
 
+import ctypes
 import re
 import shutil
 from pathlib import Path
@@ -18,12 +19,27 @@ def names(table: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("small") / on_host.FINDING_RACES
+    made.mkdir()
+    return made
+
+
+@pytest.fixture(scope="module")
+def kernels(folder: Path) -> Any:
     if shutil.which("g++") is None or shutil.which("addr2line") is None:
         pytest.skip("needs a C++ compiler and addr2line")
-    folder = tmp_path_factory.mktemp("small") / on_host.FINDING_RACES
-    folder.mkdir()
     return on_host.load(folder, SOURCE, ["-DTHREADS=128"])
+
+
+@pytest.mark.parametrize("word", [ctypes.c_int8, ctypes.c_int64])
+def test_the_detector_has_what_every_cpu_calls(kernels: Any, folder: Path, word: Any) -> None:
+    """Compilers for arm64 read a static variable's guard as 64 bits, those for x86-64 as 8."""
+    (library,) = folder.glob("*.so")
+    load = ctypes.CDLL(str(library))[f"__tsan_atomic{8 * ctypes.sizeof(word)}_load"]
+    load.restype = word
+    number = word(2 ** (8 * ctypes.sizeof(word) - 2) + 1)
+    assert load(ctypes.byref(number), 2) == number.value
 
 
 @pytest.mark.parametrize("name", names("ORDERED"))

@@ -454,4 +454,6 @@ EXPORT void __tsan_func_entry(void* pc) { races::callers().push_back(races::call
 EXPORT void __tsan_func_exit() {
     if (!races::callers().empty()) races::callers().pop_back();
 }
+// Whether a static variable of a function is there already: a byte on x86-64, a word on arm64.
 EXPORT char __tsan_atomic8_load(const volatile char* at, int) { return __atomic_load_n(at, __ATOMIC_ACQUIRE); }
+EXPORT int64_t __tsan_atomic64_load(const volatile int64_t* at, int) { return __atomic_load_n(at, __ATOMIC_ACQUIRE); }

@@ -3,10 +3,12 @@
 import csv
 import re
 from importlib.metadata import metadata
+from pathlib import Path
 from statistics import median
 from xml.etree import ElementTree
 
 from tamis.lab.offline.triton import TARGETS
+from tools import records
 from tools.docs import badges, doors, engines, glance, hardware, models, results, slower, speed
 from tools.docs.results import RESULTS
 
@@ -74,6 +76,21 @@ def test_hardware_is_measured_only_where_there_are_rows() -> None:
         assert re.search(rf"\b{target}\b", text), target
     assert [kernels for what, kernels, *_ in table if "H200" in what] == ["CUDA C++ and Triton"]
     assert {kernels for what, kernels, *_ in table if "B200" in what or "AMD" in what} == {"Triton"}
+
+
+def test_hardware_says_how_many_tests_an_emulator_ran() -> None:
+    files = [dict.fromkeys(("failed", "skipped", "not_run"), "0") | {"emulator": "e", "torch": "2"} for _ in "ab"]
+    files[0] |= {"passed": "5", "failed": "1", "not_run": "7"}
+    files[1] |= {"passed": "20", "skipped": "3"}
+    said = hardware._emulated(files)
+    assert said.startswith("1 failed, 25 passed, 3 skipped of 2 test files under e with torch 2; 7 others of these")
+    shown = {what: (state, how) for what, _, state, how in lines(hardware.hardware())}
+    assert shown["CPU, arm64 (Linux)"][0] == "emulated"
+    rows = records.read(hardware.ARM64)
+    passed = sum(int(row["passed"]) for row in rows)
+    assert shown["CPU, arm64 (Linux)"][1].startswith(f"{passed} passed"), "failures are shown first"
+    root = Path(__file__).parents[2]
+    assert all((root / row["file"]).is_file() for row in rows)
 
 
 def test_prompts_show_every_head_count_and_losses_in_bold() -> None:

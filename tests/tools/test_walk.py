@@ -3,7 +3,10 @@
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
+
+import pytest
 
 from tamis.arithmetic import ceil_div, round_up
 from tools.walk import BOUNDS, Walk, walk
@@ -19,6 +22,7 @@ def test_a_walk_counts_calls_files_and_returns() -> None:
     assert (there_and_back.files, there_and_back.switches, there_and_back.returns) == (3, 4, 2)
 
 
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton, which is not installed")
 def test_layers_take_a_short_way() -> None:
     """In a process of its own, since interpreted kernels run line by line and cannot be replaced by stubs."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -1,12 +1,15 @@
-"""The table of hardware: what was measured, what was compiled and emulated, and what nobody has tried."""
+"""The table of hardware: what was measured, what was compiled or emulated, and what nobody has tried."""
 
 import csv
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from tamis.backends import BACKENDS
 from tamis.lab.offline.triton import TARGETS
+from tools import records
 from tools.docs.markdown import table
 from tools.docs.results import RESULTS
+from tools.records import Counts
 
 PRODUCTS = {
     "sm_80": ("NVIDIA", "A100"),
@@ -22,6 +25,8 @@ PRODUCTS = {
 CAPABILITY = {"NVIDIA H200": "sm_90"}
 """The architecture of each GPU that has rows under `benchmarks/results`."""
 REFERENCE = "plain torch"
+ARM64 = RESULTS / "install" / "arm64.csv"
+"""A row for each test file that was run on an emulated arm64 CPU. `not_run`: for want of time."""
 
 
 class Measured(NamedTuple):
@@ -61,8 +66,18 @@ def hardware() -> str:
         kernels = " or ".join(dict.fromkeys(_kernels(name) for name in same))
         how = f"compiled for {', '.join(same)}; run in Triton's interpreter on a CPU, never on such a GPU"
         lines.append((what, kernels, "compiled and emulated", how))
-    lines.append(("CPU, arm64 (Linux, macOS)", REFERENCE, "untested", "the same code; no such machine was tried"))
+    lines.append(("CPU, arm64 (Linux)", REFERENCE, "emulated", _emulated(records.read(ARM64))))
+    lines.append(("CPU, arm64 (macOS)", REFERENCE, "untested", "the same code; no such machine was tried"))
     return table(("hardware", "kernels", "state", "what that rests on"), lines, "llll")
+
+
+def _emulated(rows: Sequence[records.Row]) -> str:
+    """What rows of test files under an emulator say."""
+    counts = Counts(*(sum(int(row[name]) for row in rows) for name in Counts._fields))
+    left = sum(int(row["not_run"]) for row in rows)
+    emulators, versions = (" and ".join(dict.fromkeys(row[name] for row in rows)) for name in ("emulator", "torch"))
+    what = f"{counts} of {len(rows)} test files under {emulators} with torch {versions}"
+    return f"{what}; {left} others of these files were not run, for want of time; no such machine was tried"
 
 
 def _kernels(target: str) -> str:
