@@ -21,6 +21,17 @@ def test_the_lock_has_every_constraint_with_hashes() -> None:
     assert numpy.count("--hash") == 2
 
 
+# What the metadata of torch's wheels on the package index ask for. The build for CPUs that CI installs asks for none, so
+# that a pin of another Triton would go unseen here, and `make setup` would fail wherever pip has the index alone.
+TRITON_OF_TORCH = {"2.13.0": "3.7.1"}
+
+
+@pytest.mark.parametrize("name", ["constraints.txt", "constraints-vllm.txt", "constraints-sglang.txt"])
+def test_torch_and_triton_can_be_installed_together(name: str) -> None:
+    pinned = dict(re.findall(r"^(torch|triton)==(\S+)$", (ROOT / name).read_text(), flags=re.M))
+    assert pinned["triton"] == TRITON_OF_TORCH[pinned["torch"]]
+
+
 def test_the_lock_is_written_from_what_the_index_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT)
     from tools.lock import HEAD, lock
