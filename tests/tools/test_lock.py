@@ -21,8 +21,8 @@ def test_the_lock_has_every_constraint_with_hashes() -> None:
     assert numpy.count("--hash") == 2
 
 
-# What the metadata of torch's wheels on the package index ask for. The build for CPUs that CI installs asks for none, so
-# that a pin of another Triton would go unseen here, and `make setup` would fail wherever pip has the index alone.
+# What the metadata of torch's wheels on the package index ask for. The build for CPUs that CI installs asks for none,
+# so that a pin of another Triton would go unseen here, and `make setup` would fail wherever pip has the index alone.
 TRITON_OF_TORCH = {"2.13.0": "3.7.1"}
 
 
