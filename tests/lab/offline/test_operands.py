@@ -4,7 +4,8 @@ import re
 
 import pytest
 
-from tamis.cuda.compiler import compiled, has_nvrtc
+from tamis.cuda.compiler import compiled
+from tamis.cuda.nvrtc import has_nvrtc
 from tamis.lab.offline import cuda
 from tamis.lab.offline.attend import many_heads_cases
 from tamis.lab.offline.cuda import CudaCase, compile_case, cuobjdump
