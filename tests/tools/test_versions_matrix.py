@@ -56,7 +56,7 @@ def test_the_newest_patch_of_every_minor_version_within_the_range() -> None:
 
 def test_which_environments_there_are() -> None:
     found = {one.name: one for one in environments(INDEX.__getitem__)}
-    every = [LOWEST, PINNED, "torch 2.11", "torch 2.12", "torch 2.13", "triton 3.7", "triton 3.8"]
+    every = [LOWEST, PINNED, "torch 2.11", "torch 2.12", "torch 2.13", "triton 3.6", "triton 3.8"]
     assert list(found) == [*every, "Python 3.12", "Python 3.13"]
     lowest = found[LOWEST].requirements
     assert {"torch==2.11", "triton==3.6", "numpy==1.26", "transformers==5.18"} <= set(lowest)
@@ -64,8 +64,8 @@ def test_which_environments_there_are() -> None:
     assert f"torch=={pins()['torch']}" in found[PINNED].requirements
     assert f"pytest=={pins()['pytest']}" in found[PINNED].tools
     assert found["torch 2.12"].requirements == ("torch==2.12.1",)
-    assert found["triton 3.7"].requirements == found[PINNED].requirements
-    assert found["triton 3.7"].replaced == ("triton==3.7.1",)
+    assert found["triton 3.6"].requirements == found[PINNED].requirements
+    assert found["triton 3.6"].replaced == ("triton==3.6.0",)
     assert found["Python 3.13"].requirements == ("torch==2.13.0",)
     assert found["Python 3.13"].python == "3.13"
 
