@@ -134,6 +134,17 @@ def test_another_cache_is_checked() -> None:
         wrap("kv_cache", storage, layer)
 
 
+@pytest.mark.parametrize("axis", [1, 2])
+def test_a_cache_with_a_head_axis_is_remembered_without_it(axis: int) -> None:
+    """vLLM 0.27 has one in rows of bf16 and e4m3 numbers."""
+    layer = SimpleNamespace(kv_cache_torch_dtype=torch.bfloat16, scale=1.0)
+    storage = torch.zeros(3, 64, 512, dtype=torch.bfloat16).unsqueeze(axis)
+    first, again = (wrap("kv_cache", storage, layer) for _ in range(2))
+    assert again.storage.shape == first.storage.shape == (3, 64, 512)
+    assert again.storage.data_ptr() == storage.data_ptr()
+    assert (again.layout, again.page_stride) == (first.layout, first.page_stride)
+
+
 def test_a_changed_scale_is_seen() -> None:
     layer = SimpleNamespace(kv_cache_torch_dtype=E4M3, scale=1.0, _k_scale_float=0.5)
     storage = cache_of(columns=512)

@@ -60,6 +60,8 @@ class _Checked(NamedTuple):
     declared: torch.dtype
     scale: float
     layout: Layout
+    shape: torch.Size
+    """Without the head axis that some releases have."""
 
 
 def wrap(name: str, storage: Tensor, layer: Any) -> PagedCache:
@@ -72,11 +74,12 @@ def wrap(name: str, storage: Tensor, layer: Any) -> PagedCache:
     known, declared = checked.get(name), declared_dtype(layer, storage)
     scale = e4m3_scales(layer)[1] if declared == E4M3 else 1.0
     if known is not None and known.storage() is storage and known.declared == declared and known.scale == scale:
-        return PagedCache.rebuilt(storage, known.layout, known.scale)
+        rows = storage if storage.dim() == 3 else storage.view(known.shape)
+        return PagedCache.rebuilt(rows, known.layout, known.scale)
     layout = layout_of(name, storage, layer)
     found = PagedCache.wrap(storage, layout, scale=scale)
-    if isinstance(found.scale, float):
-        checked[name] = _Checked(weakref.ref(storage), declared, found.scale, layout)
+    if isinstance(found.scale, float) and found.storage.dtype == storage.dtype:
+        checked[name] = _Checked(weakref.ref(storage), declared, found.scale, layout, found.storage.shape)
     return found
 
 
