@@ -106,7 +106,10 @@ def test_an_explanation_names_the_source_that_attends(heads: int, layout: str, r
     stages = explained(heads, layout)
     assert list(stages) == list(STAGES)
     assert stages["attend"] == runs
-    assert stages["index"] == "topk.cu selects; scores.cu scores 16, 32 or 64 heads of 128, triton others"
+    assert (
+        stages["index"]
+        == "topk_rows.cu and topk.cu select; fp8_scores.cu and scores.cu score 16, 32 or 64 heads of 128, triton others"
+    )
     assert stages["write"] == stages["combine"] == "triton"
 
 

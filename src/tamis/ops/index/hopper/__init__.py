@@ -184,4 +184,7 @@ def _prepare_triton(call: IndexTopk, rooms: Rooms) -> Callable[[IndexTopk], None
 
 def explain_kernels(need: "Need") -> tuple[str, list[str]]:
     """Say which source runs the stage for a layer."""
-    return "topk.cu selects; scores.cu scores 16, 32 or 64 heads of 128, triton others", []
+    return (
+        "topk_rows.cu and topk.cu select; fp8_scores.cu and scores.cu score 16, 32 or 64 heads of 128, triton others",
+        [],
+    )
