@@ -148,7 +148,10 @@ def test_size_of_a_local_config(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert found["bytes_per_token"] == 4 * 208 + 2 * 132  # only layers that select have keys
     assert "ends at 1,000 tokens" in found["notes"][0]
     assert main(["size", "--model", str(tmp_path), "--tp", "3"]) == 2
-    assert "a divisor of num_attention_heads" in capsys.readouterr().err
+    assert capsys.readouterr().err.endswith("--tp must be a divisor of num_attention_heads=8, got 3\n")
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 10**9}))
+    assert main(["size", "--model", str(tmp_path)]) == 2  # at once: layers are looked at one by one
+    assert "config.num_hidden_layers must be between 1 and 10000, got 1000000000" in capsys.readouterr().err
     for text in ("[]", "{", "{}"):
         (tmp_path / "config.json").write_text(text)
         assert main(["size", "--model", str(tmp_path)]) == 2

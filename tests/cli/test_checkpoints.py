@@ -175,6 +175,23 @@ def test_configs_of_garbage(text: str, checkpoint: Path, capsys: pytest.CaptureF
     assert "\x1b" not in refused(checkpoint, capsys)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ([], "--checkpoint must be a directory whose config.json has fields, got list"),
+        ({"num_hidden_layers": 10**9}, "--checkpoint must be a model of up to 10000 layers, got 1000000000"),
+        ({"text_config": {"num_hidden_layers": 10**9}}, "--checkpoint must be a model of up to 10000 layers"),
+    ],
+)
+def test_configs_that_transformers_would_not_refuse(
+    changes: Any, message: str, checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """transformers makes a list with an entry per layer, whatever their number."""
+    config = TINY | {"model_type": "deepseek_v32"} | changes if changes else changes
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    assert message in refused(checkpoint, capsys)
+
+
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"version": "1.0", "model": {"type": "WordLevel"}}'])
 def test_tokenizers_of_garbage(name: str, text: str, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -86,7 +86,10 @@ def test_another_model_is_refused_before_its_weights_are_fetched(fake: Hub, caps
     (fake.repository / "config.json").write_text('{"model_type": "llama"}')
     assert main([*GENERATE, ID]) == 2
     assert "got 'llama'; nothing else was downloaded" in capsys.readouterr().err
-    assert fake.calls == [(None, hub.CONFIG)]
+    (fake.repository / "config.json").write_text('{"model_type": ["llama"]}')
+    assert main([*GENERATE, ID]) == 2
+    assert "got ['llama']; nothing else was downloaded" in capsys.readouterr().err
+    assert fake.calls == 2 * [(None, hub.CONFIG)]
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

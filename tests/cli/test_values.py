@@ -1,5 +1,6 @@
 """Values of options are checked before torch is loaded, and the names that the command line knows are the library's."""
 
+import re
 import subprocess
 import sys
 
@@ -108,6 +109,22 @@ def test_shapes_follow_the_grammar_of_batches(text: str) -> None:
             values.shapes(wrong)
         with pytest.raises(ValueError, match="groups like"):
             parse_shape(wrong)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0q1s64", "must be of 1 to 65536 requests, got 0 in '0q1s64'"),
+        ("99999999999999q1", "must be of 1 to 65536 requests, got 99999999999999 in"),
+        ("q1_1q1s2097152k", "must be of requests of up to 2147483647 tokens, got 2147483648"),
+        ("q9999999999", "must be of requests of up to 2147483647 tokens, got 9999999999"),
+        (f"{'9' * 5000}q1", "must be of numbers below 10**18, got 99999999999999999999..."),
+    ],
+)
+def test_shapes_that_nothing_could_run_are_refused_at_once(text: str, message: str) -> None:
+    """Otherwise the checks of the stages would run first, for a minute on a CPU."""
+    with pytest.raises(Exception, match=re.escape(message)):
+        values.shapes(text)
 
 
 @pytest.mark.parametrize(("text", "count"), [("1", 1), ("131072", 1 << 17), ("128k", 1 << 17), ("1024K", 1 << 20)])

@@ -196,6 +196,7 @@ def cache_sizes(
     """
     fields: Mapping[str, Any] = hf_config.fields_of(config)
     layers = hf_config.whole(fields, "num_hidden_layers")
+    checks.integer("config.num_hidden_layers", layers, low=1, high=hf_config.MOST_LAYERS)
     checks.integer("mtp_layers", mtp_layers, low=0, high=layers)
     found: dict[tuple[LayerKind, tuple[CachePart, ...]], int] = {}
     heads = 0

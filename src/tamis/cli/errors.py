@@ -3,7 +3,7 @@
 import argparse
 import re
 
-_PARAMETERS = {"prefer": "backend", "topks": "topk"}
+_PARAMETERS = {"prefer": "backend", "tensor_parallel": "tp", "topks": "topk"}
 """Parameters of the library whose option has another name."""
 _REPEATED = re.compile(r"; choose (a value .*|one of these)$")
 """Remedies that only repeat the message."""

@@ -74,7 +74,7 @@ def _check_type(option: str, text: str, folder: Path) -> None:
         kind = config.get("model_type")
     except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise ValueError(f"{option} {text} has no readable config.json: {error}") from error
-    if kind not in MODELS:
+    if not isinstance(kind, str) or kind not in MODELS:
         known = ", ".join(MODELS)
         raise ValueError(f"{option} {text} must be a model of type {known}, got {kind!r}; nothing else was downloaded")
 

@@ -4,6 +4,7 @@ import argparse
 import re
 import sys
 from collections.abc import Callable
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 from tamis.cli import INTERRUPTED
@@ -32,6 +33,19 @@ class Parser(argparse.ArgumentParser):
         """Take the arguments of argparse. Abbreviated options are off: a new option could make one ambiguous."""
         standard = {"formatter_class": HelpFormatter, "allow_abbrev": False}
         super().__init__(**{**standard, **settings})
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse, and refuse what the command does not know with a hint at its own help.
+
+        argparse would leave that to the parser of all commands, whose help has none of this command's options.
+        """
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            typed = unknown[0].partition("=")[0]
+            near = get_close_matches(typed, self._option_string_actions, n=1, cutoff=0.75)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        return found, unknown
 
     def error(self, message: str) -> NoReturn:
         """Exit with code 2. `argument --heads: must be ...` becomes `--heads must be ...`."""

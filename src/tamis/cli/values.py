@@ -10,7 +10,9 @@ from collections.abc import Callable, Sequence
 from math import isfinite
 
 LARGEST = 2**63 - 1
-_SHAPE = re.compile(r"(?:\d+)?q(\d+)(k?)(?:s(\d+)(k?))?")
+MOST_REQUESTS, LONGEST = 2**16, 2**31 - 1
+"""Limits of a shape: requests in a group, and tokens of a request, whose positions are int32."""
+_SHAPE = re.compile(r"(?P<count>\d+)?q(\d+)(k?)(?:s(\d+)(k?))?")
 _UNITS = {"": 10**9, "GB": 10**9, "GIB": 2**30}
 
 
@@ -103,8 +105,15 @@ def shapes(text: str) -> list[str]:
             if parts is None:
                 remedy = "write [count]q<new tokens>[s<all tokens>]"
                 raise ArgumentTypeError(f"must be groups like 32q1s1k joined by _, got {group!r}; {remedy}")
-            new = int(parts[1]) * (1024 if parts[2] else 1)
-            total = int(parts[3]) * (1024 if parts[4] else 1) if parts[3] else new
+            if max(map(len, re.findall(r"\d+", group))) > 18:  # Python refuses to read thousands of digits
+                raise ArgumentTypeError(f"must be of numbers below 10**18, got {group[:20]}...")
+            count = int(parts["count"] or 1)
+            new = int(parts[2]) * (1024 if parts[3] else 1)
+            total = int(parts[4]) * (1024 if parts[5] else 1) if parts[4] else new
+            if not 1 <= count <= MOST_REQUESTS:
+                raise ArgumentTypeError(f"must be of 1 to {MOST_REQUESTS} requests, got {count} in {group!r}")
+            if max(new, total) > LONGEST:
+                raise ArgumentTypeError(f"must be of requests of up to {LONGEST} tokens, got {max(new, total)}")
             if new == 0:
                 raise ArgumentTypeError(f"must be requests with new tokens, got {shape!r}; write q1 for a decode")
             if total < new:

@@ -1,5 +1,6 @@
 """Loads or makes a Hugging Face model and generates from a prompt token by token, for `tamis generate`."""
 
+import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from tamis import checks
 from tamis.integrations.hf.layers import CacheKind
 from tamis.integrations.hf.names import MODELS, Named
 from tamis.integrations.transformers import attach, detach
+from tamis.model import hf_config
 
 _DEFAULT_PROMPT = 256
 
@@ -133,6 +135,7 @@ def load_model(checkpoint: Path, device: torch.device) -> tuple[Any, Any]:
     """
     if not (checkpoint / "config.json").is_file():
         raise checks.refuse("--checkpoint", "a directory with a config.json", str(checkpoint), "save a model there")
+    _check_config(checkpoint / "config.json")
     local = {"local_files_only": True, "trust_remote_code": False}
     with quiet():
         kind = transformers.PreTrainedConfig.get_config_dict(checkpoint, local_files_only=True)[0].get("model_type")
@@ -165,6 +168,17 @@ def load_model(checkpoint: Path, device: torch.device) -> tuple[Any, Any]:
                 remedy = "tamis never runs it: use --prompt-ids with a copy that has no tokenizer"
                 raise checks.refuse("--checkpoint", expected, found, remedy) from error
     return model.eval().to(device), tokenizer
+
+
+def _check_config(file: Path) -> None:
+    """Refuse what transformers would not refuse in words, or not before it has made a list of billions of layers."""
+    config = json.loads(file.read_text(encoding="utf-8"))
+    if not isinstance(config, dict):
+        raise checks.refuse("--checkpoint", "a directory whose config.json has fields", type(config).__name__)
+    for fields in (config, config.get("text_config")):
+        layers = fields.get("num_hidden_layers") if isinstance(fields, dict) else None
+        if isinstance(layers, int) and layers > hf_config.MOST_LAYERS:
+            raise checks.refuse("--checkpoint", f"a model of up to {hf_config.MOST_LAYERS} layers", layers)
 
 
 @contextmanager

@@ -7,6 +7,8 @@ from tamis import checks
 
 GLM5_NEXT, HY4, MISTRAL_LARGE4 = "glm5_next_text", "hy_v4", "mistral_large4_text"
 """Types of models whose settings have defaults of their own."""
+MOST_LAYERS = 10_000
+"""Layers are looked at one by one, here and in transformers, so a config that claims billions would never end."""
 
 
 def fields_of(config: Any) -> Mapping[str, Any]:

@@ -137,11 +137,10 @@ class LayerSpec:
         fields = hf_config.fields_of(config)
         checks.integer("layer", layer, low=0)
         checks.integer("tensor_parallel", tensor_parallel, low=1)
-        heads, rest = divmod(hf_config.whole(fields, "num_attention_heads"), tensor_parallel)
+        total = hf_config.whole(fields, "num_attention_heads")
+        heads, rest = divmod(total, tensor_parallel)
         if rest:
-            raise checks.refuse(
-                "tensor_parallel", "a divisor of num_attention_heads", tensor_parallel, "choose another size"
-            )
+            raise checks.refuse("tensor_parallel", f"a divisor of num_attention_heads={total}", tensor_parallel)
         if hf_config.is_v32(fields):
             return cls._v32(fields, layer, heads)
         if hf_config.listed(fields, "kv_source_layer_ids"):
