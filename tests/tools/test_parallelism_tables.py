@@ -37,7 +37,10 @@ def test_times_between_measured_ones_are_said_to_be_so() -> None:
 
 
 def test_sums_add_up_and_the_smallest_is_bold() -> None:
-    lines = cells(parallelism.decodes())
+    text, _, rate = parallelism.decodes().partition("\n\n")
+    lines = cells(text)
+    (terabytes,) = re.findall(r"([\d.]+) TB/s", rate)
+    assert {line[5] for line in lines} == {f"{split.weights / float(terabytes) * 1e-6:.0f}" for split in SPLITS}
     assert len(lines) == len(parallelism.REQUESTS) * len(SPLITS)
     for requests in parallelism.REQUESTS:
         group = [line for line in lines if line[0] == str(requests)]

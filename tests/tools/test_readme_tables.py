@@ -43,6 +43,17 @@ def test_losses_of_engines_are_bold() -> None:
     assert median(values) > 0.5
 
 
+def test_how_far_turns_lie_apart_is_said_from_the_rows() -> None:
+    files = [csv.DictReader((RESULTS / name).read_text().splitlines()) for name in engines.FILES]
+    times = [float(row["seconds_highest"]) / float(row["seconds_lowest"]) for rows in files for row in rows]
+    said = " ".join(engines.spread().split())
+    assert (
+        f"typically takes {median(times):.1f} times as long as the fastest ({min(times):.1f} to {max(times):.1f}"
+        in said
+    )
+    assert said.startswith("Engines are vLLM 0.25.0 and SGLang 0.5.17 with tiny models")
+
+
 def test_weights_of_an_older_try_are_not_shown() -> None:
     shown = [race for race in engines.races() if "V4" in race.engine and ", 8 heads" in race.engine]
     with (RESULTS / "vllm" / "h200_vllm_v4.csv").open(newline="") as file:

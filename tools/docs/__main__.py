@@ -57,6 +57,7 @@ TEXTS: dict[str, Callable[[], str]] = {
     "commands": commands.commands,
     "cpu step": results.cpu_step,
     "engines": engines.engines,
+    "engine turns": engines.spread,
     "exit codes": commands.exit_codes,
     "glance": glance.glance,
     "hardware": hardware.hardware,

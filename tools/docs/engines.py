@@ -2,11 +2,15 @@
 
 import csv
 from collections.abc import Callable, Iterable
+from statistics import median
+from textwrap import fill
 from typing import NamedTuple
 
 from tools.docs.markdown import table
 from tools.docs.results import RESULTS, Row, speedup
 
+FILES = ("vllm/h200_vllm.csv", "vllm/h200_vllm_v4.csv", "sglang/h200_sglang.csv")
+"""The files with the turns of engines."""
 TURNS = 10
 """The fewest turns of which a median is shown."""
 PROMPTS = {"short": "prompts of 1500 to 3000 tokens", "long": "prompts of 16500 to 18000 tokens"}
@@ -65,6 +69,20 @@ def engines() -> str:
         equal = f"{eager.equal:.2f} / {graph.equal:.2f}" + (f" (own, run again: {again:.2f})" if again < 1 else "")
         lines.append((engine, equal, f"{speedup(str(eager.throughput))} / {speedup(str(graph.throughput))}"))
     return table(("engine, heads per GPU", "equal tokens: eager / graphs", "throughput: eager / graphs"), lines, "lrr")
+
+
+def spread() -> str:
+    """The engines of the table, and by how much an engine's slowest turn exceeds its fastest."""
+    versions = sorted({race.engine.partition(",")[0] for race in races()}, reverse=True)
+    rows = [row for file in FILES for row in _rows(file, lambda row: True)]
+    times = [float(row["seconds_highest"]) / float(row["seconds_lowest"]) for row in rows]
+    text = (
+        f"Engines are {' and '.join(versions)} with tiny models, which the host bounds. Each ran {TURNS} turns or "
+        f"more. A slowest turn typically takes {median(times):.1f} times as long as the fastest ({min(times):.1f} to "
+        f"{max(times):.1f} times), so medians within 10% of each other are equal as far as this shows. Nothing was "
+        "measured with a whole model or on several GPUs."
+    )
+    return fill(text, 120)
 
 
 def _rows(file: str, wanted: Callable[[Row], bool]) -> Iterable[Row]:

@@ -138,7 +138,8 @@ def decodes() -> str:
             cells = (str(requests), split.words, f"{split.heads} x {own:g}", *shown, f"{split.read_us:.0f}")
             lines.append((*cells, f"{mark}{total:.0f}{mark}"))
     header = ("requests", "split", "heads x requests per GPU", "attention", "indexer", "weights", "sum, us")
-    return table(header, lines, "rlrrrrr")
+    rate = f"*Weights* are read at {MEASURED['H200'][0] / 1e12:.1f} TB/s, the limit of `tamis bench` for an H200."
+    return f"{table(header, lines, 'rlrrrrr')}\n\n{rate}"
 
 
 def prompts() -> str:
