@@ -107,7 +107,7 @@ def test_longcats_layers_are_those_of_v32(mode: ForwardMode) -> None:
     config = step.runner.model_config.hf_config
     config.architectures = ["LongcatFlashForCausalLM"]
     assert is_deepseek_dsa(config)
-    step.runner.model_config.attention_arch = None
+    step.runner.model_config.attention_arch, step.runner.is_draft_worker = None, False
     step.backend = build(step.runner)
     assert type(step.backend) is dsa_plugin.TamisSparseAttnBackend
     step.backend.init_forward_metadata(step.batch)

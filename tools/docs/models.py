@@ -180,7 +180,7 @@ MODELS = (
     Model(
         "LongCat-Flash with `index_topk`",
         ("tests/real_sglang/test_dsa_relatives.py::test_longcats_layers_are_those_of_v32",),
-        sglang=NEWEST,
+        sglang=EVERY_SGLANG,
         layers="selects tokens; uses the selection of an earlier layer",
         attention="rows of 512 + 64",
         formats=V32_ROWS,

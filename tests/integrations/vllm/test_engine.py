@@ -1,5 +1,7 @@
 """The engine adapter's attention against dense fp64, over the scenarios of vLLM's own sparse-MLA tests."""
 
+import gc
+import weakref
 from types import SimpleNamespace
 
 import engine_standin as engine
@@ -208,6 +210,17 @@ def test_cache_with_other_layers_between_its_pages() -> None:
     for storage in (wide[:, 1], served.storage.unsqueeze(1), served.storage.unsqueeze(2)):
         served.storage = storage
         assert torch.equal(served.attend()[0], expected)
+
+
+@pytest.mark.parametrize("cache_dtype", ["auto", "fp8", "fp8_ds_mla"])
+def test_a_layer_does_not_keep_a_cache(cache_dtype: str) -> None:
+    """vLLM frees the caches over which it measures graphs before it allocates those that it serves from."""
+    served = Served(engine.step("mixed_small", 16), cache_dtype)
+    before, first = served.attend()[0], weakref.ref(served.storage)
+    served.storage = served.storage.clone()
+    gc.collect()
+    assert first() is None
+    assert torch.equal(served.attend()[0], before)
 
 
 def test_short_name_of_packed_rows() -> None:

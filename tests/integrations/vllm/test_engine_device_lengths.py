@@ -68,6 +68,18 @@ def test_padding_and_stale_numbers() -> None:
     assert first.step.held.buffer.tolist() == [0, 1, 1, 1] + [0] * 596
 
 
+def test_an_engine_that_slept_has_lost_what_buffers_held() -> None:
+    """vLLM 0.28 allocates builders among its caches, whose content sleep mode drops."""
+    builder = adaptive_builder()
+    held = builder.build(0, misreported(engine.make_step([300, 40], [4, 3], 16), [3, 4])).step.held  # type: ignore[union-attr]
+    for buffer in (value for value in vars(held).values() if isinstance(value, torch.Tensor) and value.numel() == 600):
+        buffer.fill_(2**31 - 1)
+    of = engine.make_step([70, 90, 40], [2, 3, 4], 16)
+    served = Served(of, planned=builder, shared=misreported(of, [4, 4, 1]))
+    assert served.metadata.req_id_per_token.tolist() == [0] * 2 + [1] * 3 + [2] * 4
+    close(served.attend()[0], engine.dense_fp64(of)[0], BF16)
+
+
 def test_an_overwritten_step_is_refused_even_if_the_host_cannot_tell_them_apart() -> None:
     of = engine.make_step([300, 40], [1, 3], 16)
     builder = adaptive_builder()

@@ -27,7 +27,7 @@ class HeldRequests:
         # What most steps copy: request r has token r. It is never written again, so copies under way see no change.
         self._staged_numbers = staged(torch.from_numpy(self._numbers), device)
         self._views = Views({"buffer": self.buffer, "numbers": self._staged_numbers})
-        self._tokens = torch.arange(limits.max_tokens, dtype=torch.int32, device=device)
+        self._tokens = torch.zeros_like(self.buffer)
         self._unknown = 0
 
     def fill(self, queries: INT, starts: INT, longest: int) -> None:
@@ -47,13 +47,13 @@ class HeldRequests:
 
     def fill_from_device(self, query_starts: Tensor, tokens: int) -> None:
         """Write the request of each token from the device's query starts, int32 [requests + 1], without reading them on
-        the host. Empty requests have no token."""
+        the host. Empty requests have no token. The tokens' own numbers are written in every step too."""
         self._unknown -= 1
         before, self.ids = len(self.ids), np.full(tokens, self._unknown, np.int32)
+        numbers = self._tokens[:tokens]
+        torch.arange(tokens, dtype=numbers.dtype, device=numbers.device, out=numbers)
         # Token t belongs to the first request that ends after it.
-        torch.searchsorted(
-            query_starts[1:], self._tokens[:tokens], right=True, out_int32=True, out=self.leading(tokens)
-        )
+        torch.searchsorted(query_starts[1:], numbers, right=True, out_int32=True, out=self.leading(tokens))
         if tokens < before:
             self.buffer[tokens:before].zero_()
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from tamis import checks
 from tamis.cache.paged import PagedCache
 from tamis.cache.shard import Shard
+from tamis.integrations.vllm.checked_cache import CheckedCache
 from tamis.integrations.vllm.context_parallel import Ranks, attend_gathered
 from tamis.integrations.vllm.index_group import join_group
 from tamis.integrations.vllm.metadata import SparseMetadata
@@ -102,7 +103,7 @@ class SparseImpl:
         spellings = ("topk_indices_buffer", "topk_indice_buffer")
         self._passed_buffer = next((mla_args[s] for s in spellings if mla_args.get(s) is not None), None)
         self._weights: AbsorbedWeights | None = None
-        self._wrapped: tuple[Tensor, str, PagedCache] | None = None
+        self._checked: tuple[CheckedCache, str] | None = None
         buffer = self.topk_indices_buffer
         spec = LayerSpec(
             # Context-parallel ranks exchange their queries first, so each rank attends for the heads of several ranks.
@@ -307,9 +308,9 @@ class SparseImpl:
         return output
 
     def _wrap(self, storage: Tensor, cache_dtype: str, scale: float | Tensor) -> PagedCache:
-        # An engine passes the same tensor in every step, and wrapping it takes longer than launching a kernel.
-        if self._wrapped is not None and self._wrapped[0] is storage and self._wrapped[1] == cache_dtype:
-            return self._wrapped[2]
+        known = None if self._checked is None or self._checked[1] != cache_dtype else self._checked[0].find(storage)
+        if known is not None:
+            return known
         latent, rope = self.kv_lora_rank, self._attention.spec.rope_dim
         # Some backends call packed rows "fp8" as well. Only packed rows are wider than latent + rope bytes.
         packed = cache_dtype in ("fp8", "fp8_e4m3") and storage.shape[-1] != latent + rope
@@ -317,8 +318,9 @@ class SparseImpl:
         layout = row_layout("fp8_ds_mla" if packed else cache_dtype, latent, rope, held)
         if layout.scale_mode == "tensor":
             return PagedCache.wrap(storage, layout, scale=scale)
-        self._wrapped = (storage, cache_dtype, PagedCache.wrap(storage, layout))
-        return self._wrapped[2]
+        cache = PagedCache.wrap(storage, layout)
+        self._checked = (CheckedCache(storage, cache), cache_dtype)
+        return cache
 
     def _nothing(self, q: Tensor, out: Tensor | None) -> Attended:
         """The result of a step without requests: all of its rows are padding and attend to nothing."""

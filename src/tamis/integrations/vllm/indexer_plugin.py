@@ -30,6 +30,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuild
 from tamis.cache.layout import index_fp8
 from tamis.cache.paged import PagedCache
 from tamis.cache.shard import Shard
+from tamis.integrations.vllm.checked_cache import CheckedCache
 from tamis.integrations.vllm.context_parallel import Ranks
 from tamis.integrations.vllm.indexer import (
     CandidateBlocks,
@@ -132,7 +133,7 @@ class Indexer(SparseAttnIndexer):
         self._candidates: CandidateBlocks | None = None
         if blocks is not None:
             self._candidates = CandidateBlocks(blocks, self.candidate_block_size, self.candidate_write)
-        self._wrapped: tuple[Tensor, PagedCache] | None = None
+        self._checked: CheckedCache | None = None
         self._group: ProcessGroup | None = None
         self._shard: Shard | None = None
         if self.dcp_world_size > 1:
@@ -205,10 +206,11 @@ class Indexer(SparseAttnIndexer):
 
     def _keys(self) -> PagedCache:
         storage = self.k_cache.kv_cache
-        # vLLM passes the same tensor in every step, and wrapping it takes longer than launching a kernel.
-        if self._wrapped is None or self._wrapped[0] is not storage:
-            self._wrapped = (storage, PagedCache.wrap(storage, index_fp8(dim=self.head_dim)))
-        return self._wrapped[1]
+        known = None if self._checked is None else self._checked.find(storage)
+        if known is None:
+            known = PagedCache.wrap(storage, index_fp8(dim=self.head_dim))
+            self._checked = CheckedCache(storage, known)
+        return known
 
 
 def _refusals(indexer: Any, config: Any, options: IndexerOptions, backend: str) -> list[str]:

@@ -5,7 +5,6 @@ top-k buffer does not determine that a layer reads it, because all layers hold t
 indexer fill.
 """
 
-import weakref
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -15,6 +14,7 @@ from torch import Tensor
 from tamis import checks
 from tamis.cache.layout import Layout, plain_fp8, rows, v4_fp8
 from tamis.cache.paged import PagedCache
+from tamis.integrations.vllm.checked_cache import CheckedCache
 
 E4M3 = torch.float8_e4m3fn
 _LATENT, _ROPE = 448, 64
@@ -55,31 +55,26 @@ def layout_of(name: str, storage: Tensor, layer: Any) -> Layout:
 class _Checked(NamedTuple):
     """A cache of a layer that passed the checks of `wrap`."""
 
-    storage: weakref.ref[Tensor]
-    """Weak, since the engine may free its caches."""
+    cache: CheckedCache
     declared: torch.dtype
     scale: float
-    layout: Layout
-    shape: torch.Size
-    """Without the head axis that some releases have."""
 
 
 def wrap(name: str, storage: Tensor, layer: Any) -> PagedCache:
     """The layer's cache in the format that the layer declares, with the layer's scale if all rows share one.
 
-    An engine passes the same tensor in every step. The layer remembers that it was checked, since checking it takes
-    longer than launching a kernel.
+    The layer remembers that it was checked.
     """
     checked: dict[str, _Checked] = vars(layer).setdefault("_tamis_v4_caches", {})
     known, declared = checked.get(name), declared_dtype(layer, storage)
     scale = e4m3_scales(layer)[1] if declared == E4M3 else 1.0
-    if known is not None and known.storage() is storage and known.declared == declared and known.scale == scale:
-        rows = storage if storage.dim() == 3 else storage.view(known.shape)
-        return PagedCache.rebuilt(rows, known.layout, known.scale)
-    layout = layout_of(name, storage, layer)
-    found = PagedCache.wrap(storage, layout, scale=scale)
+    if known is not None and known.declared == declared and known.scale == scale:
+        cache = known.cache.find(storage)
+        if cache is not None:
+            return cache
+    found = PagedCache.wrap(storage, layout_of(name, storage, layer), scale=scale)
     if isinstance(found.scale, float) and found.storage.dtype == storage.dtype:
-        checked[name] = _Checked(weakref.ref(storage), declared, found.scale, layout, found.storage.shape)
+        checked[name] = _Checked(CheckedCache(storage, found), declared, found.scale)
     return found
 
 
