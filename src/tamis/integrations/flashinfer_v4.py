@@ -120,6 +120,7 @@ def prepare_sparse_mla_dsv4(
     """The first half of `trtllm_batch_decode_sparse_mla_dsv4`: everything is checked and nothing is written. Returns
     what to run, and the output that it will write."""
     checks.option("kv_layout", kv_layout, ("HND", "NHD"))
+    checks.integer("window_columns", window_columns, low=1)
     single = swa_topk_lens is not None and cum_seq_lens_q is None and isinstance(query, Tensor) and query.dim() == 3
     shaped = query.unsqueeze(1) if single else query
     queries = arrange(shaped, _WIDTH, cum_seq_lens_q, max_q_len)
@@ -213,7 +214,6 @@ def _combined(
 ) -> list[Selection]:
     assert entries is not None
     width = slots.shape[1]
-    checks.integer("window_columns", columns, low=1)
     if width < columns:
         raise checks.refuse("sparse_indices", f"at least {columns} columns wide", width, "the window comes first")
     remedy = "pass one length per query token, or use swa_topk_lens"
