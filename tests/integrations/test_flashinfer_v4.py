@@ -117,14 +117,14 @@ def test_the_combined_form_writes_into_a_given_output() -> None:
 
 @pytest.mark.parametrize("given", [False, True])
 def test_requests_of_one_query_length_in_four_axes(given: bool) -> None:
-    step = V4Step("v4-bf16", [2, 2], [200, 50])
+    step = V4Step("v4-bf16", [2, 2, 2], [50, 9, 200])
     indices, lengths = combined(step, 4)
-    out = torch.full((2, 2, HEADS, 512), torch.nan, dtype=step.q.dtype) if given else None
+    out = torch.full((3, 2, HEADS, 512), torch.nan, dtype=step.q.dtype) if given else None
     found = attend_v4(
-        step.q.view(2, 2, HEADS, 512),
+        step.q.view(3, 2, HEADS, 512),
         step.window.storage,
         None,
-        indices,
+        indices.view(3, 2, -1) if given else indices,
         step.entries[4].storage,
         lengths,
         step.batch.lengths,
