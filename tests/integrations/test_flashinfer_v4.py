@@ -107,6 +107,13 @@ def test_lists_apart_with_true_lengths(axis: str, ratio: int) -> None:
     step.agrees(out, ratio)
 
 
+def test_the_combined_form_may_list_the_window_alone() -> None:
+    step = V4Step("v4-bf16", [1, 2], [40, 3])
+    indices, lengths = combined(step, 1)
+    found = call(step, 1, 0, 2, sparse_indices=indices[:, :WINDOW], sparse_topk_lens=lengths)
+    step.agrees(found, 1)
+
+
 def test_the_combined_form_writes_into_a_given_output() -> None:
     step = V4Step("v4-bf16")
     out = torch.full_like(step.q, torch.nan)
@@ -161,6 +168,8 @@ def test_refusals() -> None:
         call(step, 1, 0, 1, window_columns="128")
     with pytest.raises(ValueError, match="sparse_indices must be at least 149 columns wide, got 148"):
         call(step, 1, 0, 1, window_columns=149)
+    with pytest.raises(TypeError, match=r"sparse_topk_lens must be a tensor \[T\]"):
+        call(step, 1, 0, 1, sparse_topk_lens=None)
     with pytest.raises(TypeError, match=r"seq_lens must be a tensor \[B\]"):
         call(step, 1, 0, 1, seq_lens=None)
     with pytest.raises(ValueError, match=r"swa_kv_cache must be of rows 512 numbers or 584 bytes wide"):

@@ -152,8 +152,6 @@ def _wrap(name: str, pool: Tensor, kv_layout: str, device: torch.device) -> Page
         shape = "NB 1 BS C" if kv_layout == "HND" else "NB BS 1 C"
     remedy = f"it has one latent head, on the axis where kv_layout={kv_layout!r} has it"
     width = checks.tensor(name, pool, shape, (*checks.FLOATS, *_arguments.ONE_BYTE), device=device, remedy=remedy)["C"]
-    if pool.dim() == 4:
-        pool = pool.squeeze(1 if kv_layout == "HND" else 2)
     packed = v4_fp8()
     if pool.dtype not in checks.FLOATS and width == packed.row_bytes:
         return _arguments.wrap_pages(name, pool, packed)
