@@ -6,7 +6,7 @@ whatever its script adds. None stands for an engine that failed.
 
 import csv
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -119,6 +119,35 @@ def first_differences(left: Result, right: Result) -> str:
         first = next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), None)
         found.append("none" if first is None else f"{first} (margin {margins[first]:.3f})")
     return ", ".join(found)
+
+
+def engine_rows(
+    results: Mapping[str, Result],
+    engines: Mapping[str, Mapping[str, Any]],
+    tokens: int,
+    compared: Callable[[str, Result], Mapping[str, float | None]],
+    about: Mapping[str, str],
+) -> list[dict[str, Any]]:
+    """The rows of a table with one per engine that succeeded.
+
+    Args:
+        results: by name of the engine.
+        engines: the columns that describe each engine.
+        tokens: how many tokens a turn generates.
+        compared: the columns that compare an engine, given its name and its result, with others.
+        about: columns that all rows share.
+    """
+    found = []
+    for name, result in results.items():
+        spread = Spread.of(result["seconds"])
+        found.append(
+            {"engine": name, **engines[name], "tokens_per_s_median": f"{tokens / spread.median:.2f}"}
+            | spread.columns("seconds")
+            | {"start_s": f"{result['start_seconds']:.1f}"}
+            | {column: text(value) for column, value in compared(name, result).items()}
+            | dict(about)
+        )
+    return found
 
 
 def write_rows(path: Path, rows: Sequence[Mapping[str, str]], echo: bool = True) -> None:

@@ -25,12 +25,12 @@ from engine_race import Process, Race, engine_parser, median_batch, take_turns, 
 from engine_results import (
     TURNS,
     Condition,
-    Spread,
+    Result,
+    engine_rows,
     equal_share,
     first_differences,
     logprob_difference,
     speed_ratio,
-    text,
     turns_taken,
     verdict,
     write_rows,
@@ -159,24 +159,19 @@ def conditions(results: dict[str, dict[str, Any]]) -> list[Condition]:
 
 def rows(results: dict[str, dict[str, Any]], about: dict[str, str]) -> list[dict[str, str]]:
     """The table's rows, one per engine that succeeded."""
-    found = []
-    for name, result in results.items():
+
+    def compared(name: str, result: Result) -> dict[str, float | None]:
         engine = ENGINES[name]
         peer = results.get(PEERS[engine.cache, engine.mode].name)
-        spread = Spread.of(result["seconds"])
-        found.append(
-            {"engine": name, **asdict(engine), "tokens_per_s_median": f"{PROMPTS * NEW_TOKENS / spread.median:.2f}"}
-            | spread.columns("seconds")
-            | {
-                "start_s": f"{result['start_seconds']:.1f}",
-                "throughput_over_own": text(speed_ratio(result, peer)),
-                "equal_to_own": text(equal_share(result, peer)),
-                "logprob_diff_to_own": text(logprob_difference(result, peer)),
-                "equal_eager_graph": text(modes_agree(results, engine)),
-            }
-            | about
-        )
-    return found
+        return {
+            "throughput_over_own": speed_ratio(result, peer),
+            "equal_to_own": equal_share(result, peer),
+            "logprob_diff_to_own": logprob_difference(result, peer),
+            "equal_eager_graph": modes_agree(results, engine),
+        }
+
+    engines = {name: asdict(engine) for name, engine in ENGINES.items()}
+    return engine_rows(results, engines, PROMPTS * NEW_TOKENS, compared, about)
 
 
 def main() -> int:

@@ -26,12 +26,12 @@ from engine_race import Process, Race, engine_parser
 from engine_results import (
     TURNS,
     Condition,
-    Spread,
+    Result,
+    engine_rows,
     equal_share,
     first_differences,
     logprob_difference,
     speed_ratio,
-    text,
     turns_taken,
     verdict,
     write_rows,
@@ -69,26 +69,23 @@ def own_modes_agree(results: dict[str, dict[str, Any]], engine: Engine) -> float
 
 def rows(results: dict[str, dict[str, Any]], about: dict[str, str]) -> list[dict[str, str]]:
     """The table's rows, one per engine that succeeded."""
-    found = []
-    for name, result in results.items():
+
+    def compared(name: str, result: Result) -> dict[str, float | None]:
         engine = ENGINES[name]
         own, peer = results.get(OWN["auto", engine.mode].name), results.get(PEERS[engine.mode].name)
-        spread = Spread.of(result["seconds"])
-        kind = {field: value for field, value in asdict(engine).items() if field != "indexer"}
-        found.append(
-            {"engine": name, **kind, "tokens_per_s_median": f"{PROMPTS * NEW_TOKENS / spread.median:.2f}"}
-            | spread.columns("seconds")
-            | {
-                "start_s": f"{result['start_seconds']:.1f}",
-                "throughput_over_flashmla": text(speed_ratio(result, peer)),
-                "equal_to_flashmla": text(equal_share(result, peer)),
-                "equal_to_own_bf16": text(equal_share(result, own)),
-                "logprob_diff_to_own_bf16": text(logprob_difference(result, own)),
-                "equal_eager_graph": text(own_modes_agree(results, engine)),
-            }
-            | about
-        )
-    return found
+        return {
+            "throughput_over_flashmla": speed_ratio(result, peer),
+            "equal_to_flashmla": equal_share(result, peer),
+            "equal_to_own_bf16": equal_share(result, own),
+            "logprob_diff_to_own_bf16": logprob_difference(result, own),
+            "equal_eager_graph": own_modes_agree(results, engine),
+        }
+
+    engines = {
+        name: {field: value for field, value in asdict(engine).items() if field != "indexer"}
+        for name, engine in ENGINES.items()
+    }
+    return engine_rows(results, engines, PROMPTS * NEW_TOKENS, compared, about)
 
 
 def main() -> int:

@@ -8,11 +8,10 @@ from engine_results import (
     TURNS,
     Condition,
     Result,
-    Spread,
+    engine_rows,
     equal_share,
     first_differences,
     speed_ratio,
-    text,
     turns_taken,
     verdict,
     write_rows,
@@ -57,22 +56,16 @@ def conditions(results: Mapping[str, Result], raced: Sequence[Engine]) -> list[C
 
 def rows(results: Mapping[str, Result], about: Mapping[str, str]) -> list[dict[str, str]]:
     """The table's rows, one per engine that succeeded."""
-    found = []
-    for name, result in results.items():
-        engine = ENGINES[name]
-        peer = results.get(replace(engine, indexer="vllm").name)
-        spread = Spread.of(result["seconds"])
-        found.append(
-            {"engine": name, **asdict(engine), "tokens_per_s_median": f"{PROMPTS * NEW_TOKENS / spread.median:.2f}"}
-            | spread.columns("seconds")
-            | {
-                "start_s": f"{result['start_seconds']:.1f}",
-                "throughput_over_vllm_indexer": text(speed_ratio(result, peer)),
-                "equal_to_vllm_indexer": text(equal_share(result, peer)),
-            }
-            | dict(about)
-        )
-    return found
+
+    def compared(name: str, result: Result) -> dict[str, float | None]:
+        peer = results.get(replace(ENGINES[name], indexer="vllm").name)
+        return {
+            "throughput_over_vllm_indexer": speed_ratio(result, peer),
+            "equal_to_vllm_indexer": equal_share(result, peer),
+        }
+
+    engines = {name: asdict(engine) for name, engine in ENGINES.items()}
+    return engine_rows(results, engines, PROMPTS * NEW_TOKENS, compared, about)
 
 
 def report(results: Mapping[str, Result], raced: Sequence[Engine], out: Path, about: Mapping[str, str]) -> int:

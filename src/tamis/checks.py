@@ -216,10 +216,10 @@ def instance(name: str, value: object, kind: type[T], remedy: str = "") -> T:
     return value
 
 
-def sequence(name: str, value: object) -> Sequence[Any]:
+def sequence(name: str, value: object, remedy: str = "pass one member per request") -> Sequence[Any]:
     """Check a list or tuple. Strings are refused, although they are sequences too."""
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
-        raise refuse_type(name, "a list", describe(value), "pass one member per request")
+        raise refuse_type(name, "a list", describe(value), remedy)
     return value
 
 

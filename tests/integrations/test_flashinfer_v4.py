@@ -103,24 +103,43 @@ def test_lists_apart_with_true_lengths(axis: str, ratio: int) -> None:
     out = torch.empty_like(step.q)
     options = {"bmm1_scale": SCALE, "sinks": step.sink, "kv_layout": axis if axis != "flat" else "HND"}
     found = attend_v4(step.q, pools[0], None, indices[:, :WINDOW], swa_topk_lens=windows, out=out, **options, **extra)
-    assert found.data_ptr() == out.data_ptr()
+    assert (found.data_ptr(), found.shape) == (out.data_ptr(), out.shape)
     step.agrees(out, ratio)
 
 
-def test_requests_of_one_query_length_in_four_axes() -> None:
-    step = V4Step("v4-bf16", [2, 2], [200, 50])
+def test_the_combined_form_may_list_the_window_alone() -> None:
+    step = V4Step("v4-bf16", [1, 2], [40, 3])
+    indices, lengths = combined(step, 1)
+    found = call(step, 1, 0, 2, sparse_indices=indices[:, :WINDOW], sparse_topk_lens=lengths)
+    step.agrees(found, 1)
+
+
+def test_the_combined_form_writes_into_a_given_output() -> None:
+    step = V4Step("v4-bf16")
+    out = torch.full_like(step.q, torch.nan)
+    found = call(step, 4, 0, len(step.queries), out=out)
+    assert (found.data_ptr(), found.shape) == (out.data_ptr(), out.shape)
+    step.agrees(out, 4)
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_requests_of_one_query_length_in_four_axes(given: bool) -> None:
+    step = V4Step("v4-bf16", [2, 2, 2], [50, 9, 200])
     indices, lengths = combined(step, 4)
+    out = torch.full((3, 2, HEADS, 512), torch.nan, dtype=step.q.dtype) if given else None
     found = attend_v4(
-        step.q.view(2, 2, HEADS, 512),
+        step.q.view(3, 2, HEADS, 512),
         step.window.storage,
         None,
-        indices,
+        indices.view(3, 2, -1) if given else indices,
         step.entries[4].storage,
         lengths,
         step.batch.lengths,
+        out,
         bmm1_scale=SCALE,
         sinks=step.sink,
     )
+    assert out is None or found.data_ptr() == out.data_ptr()
     step.agrees(found.flatten(0, 1), 4)
 
 
@@ -141,6 +160,16 @@ def test_refusals() -> None:
         ValueError, match=r"sparse_topk_lens must be between 128 and 148, got a value of 5; it counts all"
     ):
         call(step, 1, 0, 1, sparse_topk_lens=torch.tensor([5], dtype=torch.int32))
+    with pytest.raises(ValueError, match="kv_layout must be one of 'HND', 'NHD', got 'DNH'"):
+        call(step, 1, 0, 1, kv_layout="DNH")
+    with pytest.raises(ValueError, match=r"sinks must be of shape \[h=\d+\], got \[5\]"):
+        call(step, 1, 0, 1, sinks=torch.zeros(5))
+    with pytest.raises(TypeError, match="window_columns must be an int, got str"):
+        call(step, 1, 0, 1, window_columns="128")
+    with pytest.raises(ValueError, match="sparse_indices must be at least 149 columns wide, got 148"):
+        call(step, 1, 0, 1, window_columns=149)
+    with pytest.raises(TypeError, match=r"sparse_topk_lens must be a tensor \[T\]"):
+        call(step, 1, 0, 1, sparse_topk_lens=None)
     with pytest.raises(TypeError, match=r"seq_lens must be a tensor \[B\]"):
         call(step, 1, 0, 1, seq_lens=None)
     with pytest.raises(ValueError, match=r"swa_kv_cache must be of rows 512 numbers or 584 bytes wide"):

@@ -262,6 +262,10 @@ def test_refusals_leave_the_caches_as_they_were() -> None:
     plan = served.plan((0, 0, 8))
     bad = V41Selection(torch.zeros(5, 7, dtype=torch.int32), torch.zeros(5, 3, dtype=torch.int32))
     unsorted = V41Selection(torch.zeros(8, 7, dtype=torch.int32), torch.zeros(8, 3, dtype=torch.int32))
+    unseen = V41Selection(torch.arange(8, dtype=torch.int32).unsqueeze(1).expand(8, 7).contiguous(), None)
+    unseen.entries[4] += 1
+    with pytest.raises(TypeError, match=r"caches\.index must be a PagedCache"):
+        served.layers[2](hidden[2, 0, :8], replace(served.caches[2], index=3), plan, unseen)
     for layer, selection, message in (
         (2, None, "takes the selection of an earlier one"),
         (5, None, "takes the candidate blocks"),
@@ -269,6 +273,7 @@ def test_refusals_leave_the_caches_as_they_were() -> None:
         (2, bad, "selection.entries"),
         (5, bad, "selection.candidates"),
         (5, unsorted, "selection.candidates must be in ascending order"),
+        (2, unseen, r"selection.entries must be below 5, the number of entries that token 4 sees, got 5"),
     ):
         caches = served.caches[layer]
         held = [cache for cache in (caches.window, caches.entries, caches.index) if cache is not None]

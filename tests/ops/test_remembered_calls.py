@@ -220,6 +220,17 @@ def test_settings_may_change_between_calls(pretended: Pretended, setting: str, f
         pretended.forget()
 
 
+def test_a_query_on_the_current_device_may_not_be_where_the_rows_are(
+    pretended: Pretended, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = attention()
+    for _ in range(2):
+        run_attend(base)
+    monkeypatch.setattr(memory, "remembered_on", lambda tensor: True)  # whichever device is the current one
+    with pytest.raises(ValueError, match=r"selections\[0\].cache must be on meta like q"):
+        run_attend(base | {"q": base["q"].to("meta")})
+
+
 def test_a_query_that_needs_a_gradient_is_refused_only_where_that_matters(pretended: Pretended) -> None:
     given = attention()
     given["q"].requires_grad_()

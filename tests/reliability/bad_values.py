@@ -183,3 +183,17 @@ def known(case: Case) -> list[str]:
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Equal bit for bit."""
     return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+
+
+def ints(*values: object) -> torch.Tensor:
+    return torch.tensor(values if len(values) > 1 else values[0], dtype=torch.int32)
+
+
+def plain(function: Callable[..., object], *positional: str) -> Callable[[Arguments], object]:
+    """Call with some arguments by place and the others by name."""
+
+    def run(arguments: Arguments) -> object:
+        named = {name: value for name, value in arguments.items() if name not in positional}
+        return function(*(arguments[name] for name in positional), **named)
+
+    return run

@@ -1,15 +1,14 @@
 """A refused call leaves everything as it was: every function that writes, every argument, everything wrong with it."""
 
-from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
-from reliability.bad_values import Arguments, Case, faults
+from reliability.bad_values import Arguments, Case, faults, ints, plain
+from reliability.drop_ins import flash_mla_decode, flash_mla_prefill, flashinfer, flashinfer_v4
 
 from tamis import IndexRecipe, PagedCache, Selection
 from tamis.cache.layout import compressor_state, rows
-from tamis.integrations.flashinfer import trtllm_batch_decode_sparse_mla_dsv4, trtllm_batch_decode_with_kv_cache_mla
 from tamis.model.rope import Rope
 from tamis.ops import (
     Partials,
@@ -33,10 +32,6 @@ D = LATENT + ROPE
 TABLE = Rope(ROPE).cos_sin_table(40)
 
 
-def ints(*values: object) -> torch.Tensor:
-    return torch.tensor(values if len(values) > 1 else values[0], dtype=torch.int32)
-
-
 def latent() -> PagedCache:
     held = PagedCache(rows(torch.float32, latent=LATENT, rope=ROPE), PAGES, PAGE)
     held.storage.normal_(generator=torch.Generator().manual_seed(1))
@@ -45,16 +40,6 @@ def latent() -> PagedCache:
 
 def keys(recipe: IndexRecipe | None = None) -> PagedCache:
     return PagedCache(rows(torch.float32, latent=16, rope=0), PAGES, PAGE, recipe=recipe)
-
-
-def plain(function: Callable[..., object], *positional: str) -> Callable[[Arguments], object]:
-    """Call with some arguments by place and the others by name."""
-
-    def run(arguments: Arguments) -> object:
-        named = {name: value for name, value in arguments.items() if name not in positional}
-        return function(*(arguments[name] for name in positional), **named)
-
-    return run
 
 
 # A cache's own page size, and how its rows are kept, are its own affair in functions that take one cache.
@@ -310,72 +295,14 @@ def gathered_scores() -> Case:
     return Case(plain(ragged_scores), given, {"out": out}, free, frozenset({"out"}))
 
 
-def flashinfer() -> Case:
-    pool, out, lse = torch.randn(6, PAGE, D), torch.zeros(2, 1, H, LATENT), torch.zeros(2, H)
-    given = {
-        "query": torch.randn(2, 1, H, D),
-        "kv_cache": pool,
-        "qk_nope_head_dim": 8,
-        "kv_lora_rank": LATENT,
-        "qk_rope_head_dim": ROPE,
-        "block_tables": torch.randint(0, 24, (2, 1, 6)).int(),
-        "seq_lens": ints([6, 3]),
-        "max_seq_len": 9,
-        "sparse_mla_top_k": 6,
-        "out": out,
-        "bmm1_scale": 0.1,
-        "bmm2_scale": 1.0,
-        "sinks": torch.randn(H),
-        "lse": lse,
-    }
-
-    def run(a: Arguments) -> object:
-        return trtllm_batch_decode_with_kv_cache_mla(workspace_buffer=None, **a)
-
-    free = {"out none", "lse none", "sinks none", "seq_lens none", "kv_cache rank above", "block_tables huge"}
-    free |= {f"kv_cache axis {axis} {how}" for axis in (0, 1) for how in ("longer", "shorter")}
-    watched = {"out": out, "lse": lse, "kv_cache": pool}
-    return Case(run, given, watched, frozenset(free), frozenset({"out", "lse"}))
-
-
-def flashinfer_v4() -> Case:
-    window_pool, pool = torch.randn(6, PAGE, 512), torch.randn(6, PAGE, 512)
-    out = torch.zeros(2, H, 512)
-    given = {
-        "query": torch.randn(2, H, 512),
-        "swa_kv_cache": window_pool,
-        "sparse_indices": torch.randint(0, 24, (2, 6)).int(),
-        "compressed_kv_cache": pool,
-        "out": out,
-        "bmm1_scale": 0.1,
-        "bmm2_scale": 1.0,
-        "sinks": torch.randn(H),
-        "swa_topk_lens": ints([6, 3]),
-        "extra_sparse_indices": torch.randint(0, 24, (2, 5)).int(),
-        "extra_sparse_topk_lens": ints([5, 0]),
-    }
-
-    def run(a: Arguments) -> object:
-        return trtllm_batch_decode_sparse_mla_dsv4(workspace_buffer=None, **a)
-
-    pools = ("swa_kv_cache", "compressed_kv_cache")
-    free = {f"{name} axis {axis} {how}" for name in pools for axis in (0, 1) for how in ("longer", "shorter")}
-    # Without lengths of the window it is the combined form, which wants other arguments.
-    free |= {"out none", "sinks none", "swa_topk_lens none", *(f"{name} rank above" for name in pools)}
-    free |= {
-        f"{name} {how}" for name in ("sparse_indices", "extra_sparse_indices") for how in ("axis 1 longer", "huge")
-    }
-    return Case(run, given, {"out": out, "pool": pool}, frozenset(free), frozenset({"out"}))
-
-
 CASES = {
     f.__name__: cache(f)
     for f in (
         *(write_rows, write_pairs, write_normed, write_keys, rotate, rotate_rows, compress, pool, gather),
         *(attention, combine),
-        *(paged_scores, gathered_scores, flashinfer, flashinfer_v4),
+        *(paged_scores, gathered_scores, flashinfer, flashinfer_v4, flash_mla_prefill),
     )
-}
+} | {f"flash_mla_decode {mode}": cache(partial(flash_mla_decode, mode)) for mode in ("dense", "sparse")}
 
 
 @pytest.mark.parametrize("name", CASES)

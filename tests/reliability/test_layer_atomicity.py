@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from layers.test_v41 import SPECS, Served, inputs
 from reliability.bad_values import Arguments, Case, faults
 from small_v4 import HIDDEN, OVERLAPPING, PLAIN, WINDOW, caches_of, weights
 
@@ -28,6 +29,7 @@ from tamis.cache.layout import index_fp8, named
 from tamis.layers.mla_checks import MlaChecks
 from tamis.layers.v4_checks import V4Checks
 from tamis.layers.v4_gathered import attend_gathered
+from tamis.layers.v41 import SparseV41, V41Selection
 from tamis.model.rope import Rope
 from tamis.ops import IndexInputs, memory
 
@@ -212,6 +214,46 @@ def v4(spec: LayerSpec, mode: str, what: str = "call") -> Case:
     return Case(run, given, {**watched, **tensors(plan, "plan")}, frozenset(free), more=more)
 
 
+def v41(number: int) -> Case:
+    """A layer of the tiny model of V4.1 that makes entries, or that takes them and a selection of earlier ones."""
+    served, hidden = Served(), inputs()
+    served.step(hidden, (0, 0, 7))
+    plan, selection = served.plan((0, 7, 12), (1, 0, 4)), None
+    states = torch.cat((hidden[:, 0, 7:12], hidden[:, 0, :4]), dim=1)
+    for before in range(number):
+        _, selection = served.layers[before](states[before], served.caches[before], plan, selection)
+    spec, made, held = SPECS[number], served.layers[number], served.caches[number]
+    needed = ["window", "entries", *([] if spec.reuse_topk else ["index"])]
+    needed += ["state"] * (spec.compress > 1 and not spec.reuse_entries)
+    given: Arguments = {f"caches.{name}": getattr(held, name) for name in needed}
+    given |= {"hidden": states[number], "plan": plan, "backend": "auto"}
+    if selection is not None and spec.reuse_topk:
+        given["selection.entries"] = selection.entries
+    if selection is not None and spec.candidates is not None and not spec.candidates.source:
+        given["selection.candidates"] = selection.candidates
+
+    def run(a: Arguments) -> object:
+        layer = made
+        if a["backend"] != "auto":
+            layer = SparseV41(spec, made.weights, made.cos_sin, backend=a["backend"])
+        passed = selection
+        if selection is not None:
+            parts = (a.get(f"selection.{name}", getattr(selection, name)) for name in selection._fields)
+            passed = V41Selection(*parts)
+        caches = V4Caches(*(a.get(f"caches.{name}", getattr(held, name)) for name in CACHES))
+        return layer(a["hidden"], caches, a["plan"], passed)
+
+    free = {f"caches.{name} {how}" for name in ("window", "entries") for how in ("one scale", "planar")}
+    if spec.reuse_entries:  # these are read only, and slots past them are skipped
+        free |= {f"caches.{name} {how}" for name in ("entries", "index") for how in ("few pages", "inference")}
+    plans = {"width: rows": replace(plan, step=replace(plan.step, rows=20))}
+    plans["width: window"] = replace(plan, window=replace(plan.window, size=7))
+    wider = {ratio: replace(part, columns=3) for ratio, part in plan.entries.items()}
+    plans["width: columns"] = replace(plan, entries=wider)
+    watched = {name: getattr(held, name).storage for name in CACHES if getattr(held, name) is not None}
+    return Case(run, given, {**watched, **tensors(plan, "plan")}, frozenset(free), more={"plan": plans})
+
+
 def gathered() -> Case:
     case = v4(OVERLAPPING, "separate")
     plan = case.arguments["plan"]
@@ -243,6 +285,7 @@ LAYERS = {
     "mla write": mla_write,
     **{f"v4 {spec.kind} {mode}": partial(v4, spec, mode) for spec in (WINDOW, OVERLAPPING, PLAIN) for mode in MODES},
     **{f"v4 {what}": partial(v4, OVERLAPPING, "mixed", what) for what in ("write", "select", "output")},
+    **{f"v41 {number}": partial(v41, number) for number in (1, 4, 5, 6)},
     "attend_gathered": gathered,
 }
 CASES = {name: cache(made) for name, made in LAYERS.items()}

@@ -33,6 +33,11 @@ BAD = {
         ValueError,
         "host_lengths must be given when lengths are on a device",
     ),
+    "past a bound": (
+        spoiled(host_lengths=torch.tensor([9, 20], **INT)),
+        ValueError,
+        r"lengths\[0\] must be at most host_lengths\[0\]=9, got 10",
+    ),
     "padding": (spoiled(padded_tokens=5), ValueError, "padded_tokens must be between 6 and 64, got 5"),
     "prefilling": (spoiled(prefilling=[True]), ValueError, "prefilling must be 2 flags, one per request, got 1"),
     "table rows": (

@@ -242,6 +242,7 @@ def test_positions_are_made_of_lengths_that_only_the_device_knows(new: list[int]
     negative = replace(batch, lengths=torch.full_like(exact, -9))
     assert make_planner(64).plan(negative).positions.eq(-1).all()  # never below the position of padding
     assert make_planner(64).plan(negative).visible.eq(0).all()
+    assert make_planner(64).plan(negative).lengths.eq(0).all()
 
 
 def test_a_default_device_is_not_asked_about_every_attribute() -> None:

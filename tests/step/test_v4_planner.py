@@ -214,6 +214,12 @@ def test_refusals() -> None:
         V4Planner(specs(), limits(page_size=24))
     with pytest.raises(ValueError, match="other_page_sizes must be one with 'window'"):
         V4Planner(specs(), limits(other_page_sizes={}))
+    with pytest.raises(TypeError, match="specs must be a list, got LayerSpec; pass a V4 model's specs"):
+        V4Planner(specs()[0], limits())
+    with pytest.raises(TypeError, match=r"specs\[1\] must be a LayerSpec, got NoneType"):
+        V4Planner([specs()[0], None], limits())
+    with pytest.raises(TypeError, match="limits must be a Limits, got NoneType"):
+        V4Planner(specs(), None)
     with pytest.raises(ValueError, match="specs must be layers with one window size"):
         V4Planner([*specs(), LayerSpec(heads=4, window=9, kind="window")], limits())
     with pytest.raises(ValueError, match="specs must be of one kind for ratio 16"):

@@ -17,7 +17,7 @@ ONE_BYTE = (torch.uint8, torch.int8, torch.float8_e4m3fn)
 
 
 def wrap_pages(name: str, pages: Tensor, layout: Layout, scale: float | Tensor = 1.0) -> PagedCache:
-    """`PagedCache.wrap` of [pages, page_size, C]; errors name the caller's argument."""
+    """`PagedCache.wrap` of pages, with or without a head axis of size 1; errors name the caller's argument."""
     checks.no_gradient(**{name: pages})
     try:
         return PagedCache.wrap(pages, layout, scale=scale)

@@ -139,7 +139,7 @@ def _wrap(storage: Tensor, latent: int, rope: int, device: torch.device) -> Page
         "kv_cache", storage, shape, allowed, device=device, remedy="it has one latent head and no axis for it"
     )
     layout = _layout(storage.dtype, found["C"], latent, rope)
-    return _arguments.wrap_pages("kv_cache", storage.squeeze(1) if storage.dim() == 4 else storage, layout)
+    return _arguments.wrap_pages("kv_cache", storage, layout)
 
 
 def _layout(dtype: torch.dtype, row: int, latent: int, rope: int) -> Layout:

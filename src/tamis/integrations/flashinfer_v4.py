@@ -120,6 +120,7 @@ def prepare_sparse_mla_dsv4(
     """The first half of `trtllm_batch_decode_sparse_mla_dsv4`: everything is checked and nothing is written. Returns
     what to run, and the output that it will write."""
     checks.option("kv_layout", kv_layout, ("HND", "NHD"))
+    checks.integer("window_columns", window_columns, low=1)
     single = swa_topk_lens is not None and cum_seq_lens_q is None and isinstance(query, Tensor) and query.dim() == 3
     shaped = query.unsqueeze(1) if single else query
     queries = arrange(shaped, _WIDTH, cum_seq_lens_q, max_q_len)
@@ -151,8 +152,6 @@ def _wrap(name: str, pool: Tensor, kv_layout: str, device: torch.device) -> Page
         shape = "NB 1 BS C" if kv_layout == "HND" else "NB BS 1 C"
     remedy = f"it has one latent head, on the axis where kv_layout={kv_layout!r} has it"
     width = checks.tensor(name, pool, shape, (*checks.FLOATS, *_arguments.ONE_BYTE), device=device, remedy=remedy)["C"]
-    if pool.dim() == 4:
-        pool = pool.squeeze(1 if kv_layout == "HND" else 2)
     packed = v4_fp8()
     if pool.dtype not in checks.FLOATS and width == packed.row_bytes:
         return _arguments.wrap_pages(name, pool, packed)
@@ -213,7 +212,6 @@ def _combined(
 ) -> list[Selection]:
     assert entries is not None
     width = slots.shape[1]
-    checks.integer("window_columns", columns, low=1)
     if width < columns:
         raise checks.refuse("sparse_indices", f"at least {columns} columns wide", width, "the window comes first")
     remedy = "pass one length per query token, or use swa_topk_lens"

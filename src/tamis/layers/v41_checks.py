@@ -9,7 +9,7 @@ from tamis import checks
 from tamis.cache.paged import PagedCache
 from tamis.cache.v4_caches import V4Caches
 from tamis.layers import v4_memory
-from tamis.layers.v4_checks import check_cache
+from tamis.layers.v4_checks import check_cache, check_kinds
 from tamis.layers.v4_products import Queries
 from tamis.layers.v41_weights import V41Weights
 from tamis.model.spec import LayerSpec
@@ -144,7 +144,7 @@ class V41Checks:
     def arguments(self, hidden: Tensor, caches: V4Caches, plan: V4Plan, selection: V41Selection | None) -> None:
         """Refuse hidden states, caches, a plan and a selection that do not fit each other and the layer."""
         spec, device = self.spec, self.cos_sin.device
-        checks.instance("caches", caches, V4Caches)
+        check_kinds(caches)
         width = self.weights.attention.kv.shape[1]
         checks.tensor("hidden", hidden, "rows X", checks.FLOATS, rows=plan.step.rows, X=width, device=device)
         if plan.step.positions.device != device:
@@ -199,10 +199,23 @@ class V41Checks:
         if takes_entries:
             sizes = {"T": rows, "K": spec.topk}
             checks.tensor("selection.entries", selection.entries, "T K", (torch.int32,), device=device, **sizes)  # type: ignore[arg-type]
+            self._check_seen(selection.entries, plan)
         if candidates is not None:
             sizes = {"T": rows, "N": candidates.blocks}
             name = "selection.candidates"
             checks.tensor(name, selection.candidates, "T N", (torch.int32,), device=device, **sizes)  # type: ignore[arg-type]
+
+    def _check_seen(self, entries: Tensor, plan: V4Plan) -> None:
+        """Refuse entries that a token cannot see. Rows of padded tokens may hold anything."""
+        if not checks.visible(entries):
+            return
+        seen = self._entry_plan(plan).visible
+        ahead = ((entries.amax(1) >= seen) & (plan.step.positions >= 0)).nonzero().flatten()
+        if len(ahead):
+            token = int(ahead[0])
+            expected = f"below {int(seen[token])}, the number of entries that token {token} sees"
+            remedy = "pass what the layer before returned for this step"
+            raise checks.refuse("selection.entries", expected, int(entries[token].amax()), remedy)
 
     def nothing(self, hidden: Tensor, selection: V41Selection | None) -> V41Selection | None:
         """The selection of a step without requests."""

@@ -111,10 +111,7 @@ class V4Checks:
     def arguments(self, hidden: Tensor, caches: V4Caches, plan: V4Plan) -> None:
         """Refuse hidden states, caches and a plan that do not fit each other and the layer."""
         spec, device = self.spec, self.cos_sin.device
-        checks.instance("caches", caches, V4Caches)
-        for name in ("entries", "state", "index", "index_state"):
-            if getattr(caches, name) is not None:
-                checks.instance(f"caches.{name}", getattr(caches, name), PagedCache)
+        check_kinds(caches)
         self._check_hidden(hidden, plan)
         if plan.window.size != spec.window:
             raise checks.refuse(
@@ -244,6 +241,14 @@ def entry_plan(spec: LayerSpec, plan: V4Plan) -> EntryPlan:
         expected = f"with entries and a state pool for ratio {spec.compress}"
         raise checks.refuse("plan", expected, f"ratios {sorted(plan.entries)}", "plan for every layer of the model")
     return entries
+
+
+def check_kinds(caches: V4Caches) -> None:
+    """Refuse what are no caches of a layer."""
+    checks.instance("caches", caches, V4Caches)
+    for name in ("entries", "state", "index", "index_state"):
+        if getattr(caches, name) is not None:
+            checks.instance(f"caches.{name}", getattr(caches, name), PagedCache)
 
 
 def check_cache(name: str, cache: PagedCache | None, page_size: int, width: int, device: torch.device) -> None:

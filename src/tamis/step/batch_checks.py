@@ -75,7 +75,7 @@ def check_batch(batch: Batch, limits: Limits, tables: Mapping[str, TableBuffer],
             _check_pages(name or "pages", pages, tables[name], step)
     exact: INT | None = lengths
     if batch.host_lengths is not None:
-        exact = batch.lengths.numpy() if batch.lengths.is_cpu else None
+        exact = _check_bounds(batch.lengths.numpy(), lengths) if batch.lengths.is_cpu else None
     one_each = longest == 1 and bool(starts[tokens] == tokens)
     return HostLengths(starts, queries, lengths, exact, tokens, shortest, longest, max_length, one_each)
 
@@ -131,6 +131,16 @@ def _check_lengths(batch: Batch, queries: INT, limits: Limits, device: torch.dev
         expected = f"at least its {queries[at]} new tokens"
         raise checks.refuse(f"lengths[{at}]", expected, lengths[at], "lengths include the new tokens")
     return lengths, longest
+
+
+def _check_bounds(exact: INT, bounds: INT) -> INT:
+    """The lengths, where those on the host are bounds: at least 0, as on a device. Rows past a bound would be gathered
+    over those of the next request."""
+    if (exact > bounds).any():
+        at = int((exact > bounds).argmax())
+        expected = f"at most host_lengths[{at}]={bounds[at]}"
+        raise checks.refuse(f"lengths[{at}]", expected, exact[at], "host_lengths are upper bounds")
+    return np.maximum(exact, 0)
 
 
 def _pools(batch: Batch, limits: Limits) -> dict[str, PageMap]:

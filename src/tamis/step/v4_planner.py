@@ -69,6 +69,9 @@ class V4Planner:
             backend: a name from `tamis backends`, or "auto".
         """
         checks.option("mode", mode, ("mixed", "separate"))
+        checks.instance("limits", limits, Limits)
+        for number, spec in enumerate(checks.sequence("specs", specs, "pass a V4 model's specs")):
+            checks.instance(f"specs[{number}]", spec, LayerSpec)
         if mode == "separate" and any(spec.kind == "indexed" for spec in specs):
             raise checks.refuse("mode", "'mixed' for layers of V4.1", repr(mode), "their prefills read the pages")
         by_ratio = _by_ratio(specs)

@@ -49,7 +49,7 @@ class RowFormat(NamedTuple):
         layout = self._layout(name, storage, q)
         remedy = f"queries of width {q.shape[-1]} need rows of {layout.row_elements}"
         checks.tensor(name, storage, "NB BS 1 C", allowed, device=q.device, remedy=remedy, C=layout.row_elements)
-        return _arguments.wrap_pages(name, storage.squeeze(2), layout, self.scale)
+        return _arguments.wrap_pages(name, storage, layout, self.scale)
 
     def _layout(self, name: str, storage: object, q: Tensor) -> Layout:
         width = q.shape[-1]

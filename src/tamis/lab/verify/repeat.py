@@ -21,20 +21,18 @@ Replays: TypeAlias = list[tuple[str, Callable[[], Replay]]]
 
 def count_differences(found: Outputs, expected: Outputs) -> Trial:
     """How many elements differ, over all outputs; NaN equals NaN."""
-    total, note = 0, ""
-    for number, (one, other) in enumerate(zip(found, expected, strict=True)):
-        mismatch = compare.first_mismatch(one, other)
-        if mismatch is not None:
-            total += mismatch.count
-            note = note or f"output {number}: {mismatch}"
-    return Trial(float(total), note)
+    return _count(compare.first_mismatch, found, expected)
 
 
 def count_differing_bits(found: Outputs, expected: Outputs) -> Trial:
     """How many elements differ in any bit, over all outputs."""
+    return _count(compare.first_differing_bits, found, expected)
+
+
+def _count(first: Callable[[Tensor, Tensor], compare.Mismatch | None], found: Outputs, expected: Outputs) -> Trial:
     total, note = 0, ""
     for number, (one, other) in enumerate(zip(found, expected, strict=True)):
-        mismatch = compare.first_differing_bits(one, other)
+        mismatch = first(one, other)
         if mismatch is not None:
             total += mismatch.count
             note = note or f"output {number}: {mismatch}"

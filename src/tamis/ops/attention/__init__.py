@@ -176,7 +176,8 @@ def sign_attend(
             return None
         if (sink is not None and sink.stride() != (1,)) or (out is not None and checks.frozen(out)):
             return None  # the sink will be copied, or the output refused
-        seen = (options, *map(type, options[:2]), q.shape, q.stride(), q.dtype, memory.sign(sink), memory.sign(out))
+        seen = (options, *map(type, options[:2]), q.shape, q.stride(), q.dtype, q.device)
+        seen += (memory.sign(sink), memory.sign(out))
         for selection in selections:
             seen += memory.sign_selection(selection)
         return seen
