@@ -11,6 +11,7 @@ from training import WITH_GRADIENTS, normal
 from tamis.ops.attention import gradients as attention
 from tamis.ops.index import gradients as index
 from tamis.ops.index import reference as scoring
+from tamis.ops.rows.ordered_sums import PAIR_BYTES
 from tamis.train import Pack, Rows, attend_rows, index_loss, index_target, select_rows, warmup_loss
 
 pytestmark = WITH_GRADIENTS
@@ -102,3 +103,8 @@ def test_what_a_backward_pass_makes_is_what_was_measured() -> None:
         tokens, heads, count = (int(row[name]) for name in ("tokens", "heads", "rows"))
         made = tokens * (2 * heads * 576 + 4 * heads) + 6 * count * 576
         assert made / 1e6 == pytest.approx(float(row["peak_mb"]), rel=0.01)
+
+
+def test_the_contributions_on_the_page_are_those_of_the_kernels() -> None:
+    page = (Path(__file__).parents[2] / "docs/training.md").read_text()
+    assert f"{PAIR_BYTES / 1e9:.1f} GB of contributions" in page

@@ -35,6 +35,13 @@ from tools.docs import (
 )
 
 ROOT = Path(__file__).parents[2]
+
+
+def program(name: str) -> str:
+    """The program of a tutorial, whole."""
+    return f"```python\n{(ROOT / f'docs/tutorials/{name}.py').read_text()}```"
+
+
 PICTURES: dict[str, Callable[[], str]] = {
     "badges": badges.draw,
     "layer": flow.draw_layer,
@@ -49,7 +56,7 @@ PICTURES: dict[str, Callable[[], str]] = {
     **{f"tour-{number}": partial(tour.picture, number) for number in tour.PICTURES},
 }
 TEXTS: dict[str, Callable[[], str]] = {
-    "ask": lambda: f"```python\n{(ROOT / 'docs/tutorials/ask.py').read_text()}```",
+    **{name: partial(program, name) for name in ("ask", "ranks")},
     "backend fields": backends.fields,
     "backend functions": backends.functions,
     "bounds": bounds.bounds,

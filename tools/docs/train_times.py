@@ -2,6 +2,7 @@
 
 import csv
 
+from tamis.lab.bench.training import LARGEST_ERROR
 from tools.docs.markdown import table
 from tools.docs.results import RESULTS
 
@@ -37,7 +38,7 @@ def headline() -> str:
                 lines.append((stage, words, *(times.get(number, "-") for number in heads)))
     one = rows[0]
     said = f"{one['gpu']}, {one['tokens']} queries, top-k {one['topk']} of {one['rows']} rows, bf16, width 576:"
-    return f"{said}\n\n{table(header, lines, 'll' + 'r' * len(heads))}\n\n{deterministic(rows)}"
+    return f"{said}\n\n{table(header, lines, 'll' + 'r' * len(heads))}\n\n{deterministic(rows)}\n\n{errors(rows)}"
 
 
 def deterministic(rows: list[Row]) -> str:
@@ -52,6 +53,19 @@ def deterministic(rows: list[Row]) -> str:
         most = max(float(after["peak_mb"]) for _, after in same)
         costs.append(f"{stage} takes {span} times as long and up to {most / 1000:.1f} GB")
     return f"In the deterministic mode of the CUDA C++ kernels, {', and '.join(costs)}."
+
+
+def errors(rows: list[Row]) -> str:
+    """The largest error of each pass of our kernels, and the one above which a measurement is refused."""
+
+    def largest(*stages: str) -> str:
+        ours = [row for row in rows if row["stage"] in stages and row["version"].startswith("tamis ")]
+        return f"{max(float(row['error']) for row in ours):.1e}"
+
+    passes = f"{largest('forward')} in the forward pass, {largest(*STAGES[1:3])} in gradients of queries and rows"
+    index = f"{largest(*STAGES[4:])} in those of the indexer"
+    checked = f"`tamis bench train` refuses results with errors above {LARGEST_ERROR:.0e}"
+    return f"Relative errors against float64 were at most {passes}, and {index}. {checked}."
 
 
 def everything() -> str:
