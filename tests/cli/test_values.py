@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -152,3 +153,24 @@ def test_layouts_without_a_rope_are_those_of_the_benchmark() -> None:
     assert tuple(WITHOUT_ROPE) == NO_ROPE_LAYOUTS
     (job,) = make_jobs(None, shapes=["4q1s512"], layouts=["v32-fp8-512"])
     assert (job.row_layout.row_bytes, job.row_layout.width) == (528, 512)
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Path] = []
+
+    def refuse(path: Path, mode: int) -> bool:
+        asked.append(Path(path))
+        return False
+
+    monkeypatch.setattr(options.os, "access", refuse)
+    (tmp_path / "link.html").symlink_to(tmp_path / "folder" / "page.html")
+    (tmp_path / "folder").mkdir()
+    for name in ("page.html", "link.html", "/dev/full"):
+        with pytest.raises(ValueError, match="--html must be a file that can be written, got"):
+            options.check_file("--html", tmp_path / name)
+    assert asked == [tmp_path.resolve(), tmp_path.resolve() / "folder", Path("/dev/full")]
+    monkeypatch.undo()
+    options.check_file("--html", tmp_path / "page.html")
+    options.check_file("--html", None)

@@ -38,7 +38,7 @@ def test_every_model_that_is_attached_has_a_line() -> None:
     assert listed == set(NAMES)
     for known in NAMES.values():
         assert known.class_name in attaching._MODELS
-    where = {line[0]: line[3] for line in lines()}
+    where = {line[0]: line[1] for line in lines()}
     for model in models.MODELS:
         supported = NAMES.get(model.model_type or "")
         trained = supported is not None and supported.class_name in FORWARDS
@@ -46,7 +46,7 @@ def test_every_model_that_is_attached_has_a_line() -> None:
 
 
 def test_layers_and_bytes_by_hand() -> None:
-    found = {line[0]: line[1:3] for line in lines()}
+    found = {line[0]: line[4:6] for line in lines()}
     assert found["DeepSeek-V3.2"] == ["selects tokens", "656 in FP8, 1,152 in bf16; index key 132"]
     assert found["A.X-K2"] == ["selects tokens", "208 in FP8, 320 in bf16; index key 132"]
     shares = "selects tokens; uses the selection of an earlier layer"

@@ -54,6 +54,14 @@ def test_how_far_turns_lie_apart_is_said_from_the_rows() -> None:
     assert said.startswith("Engines are vLLM 0.25.0 and SGLang 0.5.17 with tiny models")
 
 
+def test_the_table_of_indexers_has_the_ratios_of_its_throughputs() -> None:
+    found = lines(engines.indexers())
+    assert [line[:3] for line in found] == [["tamis", "fp8_ds_mla", "eager"], ["tamis", "fp8_ds_mla", "graph"]]
+    for *_, own, ours, ratio, equal in found:
+        assert abs(float(ours) / float(own) - float(ratio.strip("*"))) < 0.01
+        assert equal == "100%"
+
+
 def test_weights_of_an_older_try_are_not_shown() -> None:
     shown = [race for race in engines.races() if "V4" in race.engine and ", 8 heads" in race.engine]
     with (RESULTS / "vllm" / "h200_vllm_v4.csv").open(newline="") as file:

@@ -65,6 +65,7 @@ TEXTS: dict[str, Callable[[], str]] = {
     "cpu step": results.cpu_step,
     "engines": engines.engines,
     "engine turns": engines.spread,
+    "indexer engines": engines.indexers,
     "exit codes": commands.exit_codes,
     "glance": glance.glance,
     "hardware": hardware.hardware,

@@ -11,6 +11,7 @@ from tools.docs.results import RESULTS, Row, speedup
 
 FILES = ("vllm/h200_vllm.csv", "vllm/h200_vllm_v4.csv", "sglang/h200_sglang.csv")
 """The files with the turns of engines."""
+INDEXER_FILE = "vllm/h200_vllm_indexer_fp8_ds_mla.csv"
 TURNS = 10
 """The fewest turns of which a median is shown."""
 PROMPTS = {"short": "prompts of 1500 to 3000 tokens", "long": "prompts of 16500 to 18000 tokens"}
@@ -83,6 +84,29 @@ def spread() -> str:
         "measured with a whole model or on several GPUs."
     )
     return fill(text, 120)
+
+
+def indexers() -> str:
+    """Throughput of vLLM with its own indexer and with tamis', under the same attention."""
+    rows = list(_rows(INDEXER_FILE, lambda row: True))
+    lines = []
+    for own in (row for row in rows if row["indexer"] == "vllm"):
+        attention = (own["backend"], own["cache"], own["mode"])
+        (ours,) = (r for r in rows if r["indexer"] == "tamis" and (r["backend"], r["cache"], r["mode"]) == attention)
+        speeds = (f"{float(row['tokens_per_s_median']):.0f}" for row in (own, ours))
+        ratio, equal = speedup(ours["throughput_over_vllm_indexer"]), float(ours["equal_to_vllm_indexer"])
+        name = "tamis" if own["backend"] == "CUSTOM" else own["backend"]
+        lines.append((name, *attention[1:], *speeds, ratio, f"{equal:.0%}"))
+    header = (
+        "attention",
+        "cache",
+        "mode",
+        "vLLM's indexer, tokens/s",
+        "tamis' indexer, tokens/s",
+        "ratio",
+        "equal tokens",
+    )
+    return table(header, lines, "lllrrrr")
 
 
 def _rows(file: str, wanted: Callable[[Row], bool]) -> Iterable[Row]:

@@ -56,7 +56,7 @@ def score() -> str:
     if not lost:
         return counts
     slowest = "; ".join(f"{words} (**{ratio:.2f}**)" for ratio, words in reversed(lost))
-    return f"{counts} Where it is slower, with the lowest speedup: {slowest}."
+    return f"{counts} It is slower in some calls of these kinds (with the lowest speedup of each): {slowest}."
 
 
 def everything() -> list[Kind]:

@@ -196,9 +196,9 @@ def models() -> str:
 
 def supported() -> str:
     """The table of the page about models: a line per model."""
-    header = ("model", "layers", "bytes of a row", "transformers", "vLLM", "SGLang", "tests")
-    lines = [(model.title, _layers(model), _formats(model), *_where(model), _named(model.tests)) for model in MODELS]
-    return f'<div class="features" markdown>\n\n{table(header, lines, "lllllll")}\n\n</div>'
+    header = ("model", "transformers", "vLLM", "SGLang", "layers", "bytes of a row", "tests")
+    lines = [(model.title, *_where(model), _layers(model), _formats(model), _named(model.tests)) for model in MODELS]
+    return f'<div class="features models" markdown>\n\n{table(header, lines, "lllllll")}\n\n</div>'
 
 
 def _where(model: Model) -> tuple[str, str, str]:

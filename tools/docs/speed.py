@@ -47,7 +47,9 @@ def losses() -> str:
         if ratio < 1
     ]
     counts = f"Of the {len(bars)} measurements in the plot, tamis is faster in {len(bars) - len(slower)}"
-    return f"{counts} and slower in {len(slower)}: {'; '.join(slower)}." if slower else f"{counts}."
+    if not slower:
+        return f"In all {len(bars)} measurements of the plot, tamis is faster."
+    return f"{counts} and slower in {len(slower)}: {'; '.join(slower)}."
 
 
 def prompts() -> str:

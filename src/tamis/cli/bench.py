@@ -10,6 +10,7 @@ from tamis.cli import bench_door, bench_train
 from tamis.cli import options as shared
 from tamis.cli.data import print_json, with_unit
 from tamis.cli.machine import check_backend, describe_machine, let_waiting_threads_sleep, machine_line, pick_device
+from tamis.cli.options import check_file
 from tamis.cli.parser import FAILED, OK, Subcommands, add_command
 from tamis.cli.progress import Progress, waiting
 from tamis.cli.table import print_notes, render_table
@@ -177,8 +178,7 @@ def _check_options(options: argparse.Namespace) -> None:
     """Refuse options that do not go together, before torch is loaded."""
     if options.files and options.report is None:
         raise ValueError("--from must be given with --report, got alone; name a folder for the report")
-    if options.csv is not None and (options.csv.is_dir() or not options.csv.parent.is_dir()):
-        raise ValueError(f"--csv must be a file in an existing folder, got {options.csv}; choose another place")
+    check_file("--csv", options.csv)
     suite = options.suite or ("custom" if options.shape else "smoke")
     known = SUITES.get(suite, ("attend",))
     for stage in options.stage if suite != bench_door.SUITE else ():

@@ -18,6 +18,7 @@ from tamis.cli.model import (
     model_titles,
     synthetic_question,
 )
+from tamis.cli.options import check_file
 from tamis.cli.parser import OK, Subcommands, add_command
 from tamis.cli.progress import Progress, waiting
 from tamis.cli.table import render_table
@@ -112,7 +113,7 @@ def run(options: argparse.Namespace) -> int:
     """Inspect, and print the tables or the JSON object."""
     check_model_options(options)
     text = _given_text(options)
-    _check_page(options.html)
+    check_file("--html", options.html)
     let_waiting_threads_sleep()
     device = pick_device(options.device)
     check_backend(options.backend, device)
@@ -157,11 +158,6 @@ def run(options: argparse.Namespace) -> int:
     if options.html is not None:
         print(f"\nreport: {printable(options.html)}")
     return OK
-
-
-def _check_page(path: Path | None) -> None:
-    if path is not None and (path.is_dir() or not path.parent.is_dir()):
-        raise ValueError(f"--html must be a file in an existing folder, got {path}; choose another place")
 
 
 def _write_page(

@@ -1,8 +1,10 @@
 """Options that several commands share."""
 
 import argparse
+import os
 import sys
 from importlib import metadata
+from pathlib import Path
 
 DEVICES = ("cpu", "cuda")
 BACKENDS = ("auto", "hopper", "triton", "reference")
@@ -49,3 +51,17 @@ def layout(text: str) -> str:
     if text not in LATENT_LAYOUTS:
         raise argparse.ArgumentTypeError(f"must be one of {', '.join(LATENT_LAYOUTS)}; got {text!r}.")
     return text
+
+
+def check_file(option: str, path: Path | None) -> None:
+    """Refuse a file that could not be written in the end, before anything takes time.
+
+    A regular file is written beside its place and moved there, so the folder must be writable, and not the file.
+    """
+    if path is None:
+        return
+    if path.is_dir() or not path.parent.is_dir():
+        raise ValueError(f"{option} must be a file in an existing folder, got {path}; choose another place")
+    special = path.exists() and not path.is_file()
+    if not os.access(path if special else path.resolve().parent, os.W_OK):
+        raise ValueError(f"{option} must be a file that can be written, got {path}; choose another place")
