@@ -195,6 +195,17 @@ def test_mode_by_heads_and_cache(heads: int, cache_dtype: str, ranks: int, mode:
             engine.builder(engine.config(heads, cache_dtype, ranks=ranks), mode="separate")
 
 
+@pytest.mark.parametrize("own", ["auto", "fp8_ds_mla"])
+def test_the_cache_dtype_is_that_of_the_layers(own: str) -> None:
+    """Some layers of vLLM, or those that draft, may have another one than the configuration says."""
+    other = {"auto": "fp8_ds_mla", "fp8_ds_mla": "auto"}[own]
+    of, spec = engine.step("mixed_small", 64), SimpleNamespace(block_size=64, cache_dtype_str=own)
+    builder = SparseMetadataBuilder(spec, ["layer"], engine.config(64, other), "cpu")
+    served = engine.Served(of, own, planned=builder)
+    assert served.metadata.gathers == builder.use_fp8_kv_cache == (own == "fp8_ds_mla")
+    engine.close(served.attend()[0], engine.dense("mixed_small", 64), engine.BF16)
+
+
 def test_host_lengths_may_be_an_upper_bound() -> None:
     """The bound serves the host's decisions; what kernels see are the exact lengths."""
     common = engine.common([40, 50], [1, 1], *shuffled([40, 50], [1, 1], 64))
