@@ -10,12 +10,14 @@ import engine_standin as engine
 import long_context as long
 import pytest
 import torch
+import vllm.version
 from configured import make_config
 from engine_standin import BF16, LATENT, Served, Step, close
 from torch import Tensor
 from vllm import _custom_ops
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
+from vllm.distributed.kv_transfer.kv_connector.utils import TransferTopology
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
@@ -192,11 +194,22 @@ def test_bounds_beyond_the_longest_request_are_accepted() -> None:
 
 
 @pytest.mark.parametrize("cache_dtype", ["auto", "fp8_ds_mla"])
-def test_cache_shape_of_0_25(cache_dtype: str) -> None:
-    """vLLM 0.25 passes "auto" for packed rows; from 0.26 on it does not ask."""
+def test_cache_shapes(cache_dtype: str) -> None:
+    """vLLM 0.25 passes "auto" for packed rows. Releases up to 0.28 ask too, and mean what they say."""
     backend: Any = AttentionBackendEnum.CUSTOM.get_class()
+    row, always_auto = 656 if cache_dtype == "fp8_ds_mla" else 576, vllm.version.__version__.startswith("0.25.")
     with set_current_vllm_config(make_config(cache_dtype=cache_dtype)):
-        assert backend.get_kv_cache_shape(5, 64, 1, 576, "auto") == (5, 64, 656 if cache_dtype == "fp8_ds_mla" else 576)
+        assert backend.get_kv_cache_shape(5, 64, 1, 576, cache_dtype) == (5, 64, row)
+        assert backend.get_kv_cache_shape(5, 64, 1, 576, "auto") == (5, 64, row if always_auto else 576)
+
+
+@pytest.mark.parametrize("cache_dtype", ["auto", "fp8_ds_mla"])
+def test_kv_connectors_accept_the_caches(cache_dtype: str) -> None:
+    """Releases up to 0.28 ask a backend for the shape of a cache that no model has."""
+    arguments = {"tp_rank": 0, "tp_size": 1, "block_size": 64, "engine_id": "engine", "is_mla": True, "is_mamba": False}
+    backends = [AttentionBackendEnum.CUSTOM.get_class()]
+    with set_current_vllm_config(make_config(cache_dtype=cache_dtype)):
+        TransferTopology(**arguments, total_num_kv_heads=1, attn_backends=backends)
 
 
 @pytest.mark.parametrize("interleave", [1, 16])

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 # A layer imports this when its weights are loaded, and under a CUDA platform it would ask vLLM's kernels.
-import vllm.model_executor.layers.quantization.fp8  # noqa: F401
+import vllm.model_executor.layers.quantization.fp8
+import vllm.version
 from bounds import relative_error
 from configured import make_config
 from engine_standin import LATENT, NOPE, ROPE, VALUE
@@ -45,7 +46,7 @@ def alone(tmp_path: Path) -> Iterator[None]:
     destroy_distributed_environment()
 
 
-def make_layer(config: VllmConfig, buffer: torch.Tensor, rope: int = ROPE) -> Any:
+def make_layer(config: VllmConfig, buffer: torch.Tensor, rope: int = ROPE, prefix: str = "layer") -> Any:
     selector._cached_get_attn_backend.cache_clear()
     project = ColumnParallelLinear(LATENT, HEADS * (NOPE + VALUE), bias=False, params_dtype=torch.float32)
     torch.nn.init.normal_(project.weight, std=LATENT**-0.5)
@@ -59,7 +60,7 @@ def make_layer(config: VllmConfig, buffer: torch.Tensor, rope: int = ROPE) -> An
         kv_lora_rank=LATENT,
         kv_b_proj=project,
         cache_config=config.cache_config,
-        prefix="layer",
+        prefix=prefix,
         use_sparse=True,
         indexer=SimpleNamespace(topk_indices_buffer=buffer),
         topk_indices_buffer=buffer,
@@ -136,3 +137,20 @@ def test_a_layer_of_vllm_runs_on_tamis(cache_dtype: str, batch: str) -> None:
     layer.kv_cache = torch.tensor([])
     gc.collect()
     assert pages() is None
+
+
+@pytest.mark.usefixtures("hopper", "alone", "dense_prefill")
+def test_a_layer_with_a_cache_dtype_of_its_own() -> None:
+    """`--kv-cache-dtype-skip-layers 0`: rows of layer 0 are not packed, so that its prefills are not gathered."""
+    config = make_config(64, "fp8_ds_mla", dtype=torch.float32)
+    config.cache_config.block_size, config.cache_config.kv_cache_dtype_skip_layers = PAGE, ["0"]
+    with set_current_vllm_config(config):
+        step, made = engine.step("mixed_small", HEADS), []
+        for number in range(2):
+            layer = make_layer(config, step.positions.clone(), prefix=f"layers.{number}.attn")
+            spec = layer.get_kv_cache_spec(config)
+            builder = Backend.get_builder_cls()(spec, [layer.layer_name], config, torch.device("cpu"))
+            made.append((layer.impl.kv_cache_dtype, builder.use_fp8_kv_cache, builder.planner.mode))
+    own = "fp8_ds_mla" if vllm.version.__version__.startswith("0.25.") else "auto"  # whose MLA knows no such layers
+    expected = {"auto": ("auto", False, "mixed"), "fp8_ds_mla": ("fp8_ds_mla", True, "separate")}
+    assert made == [expected[own], expected["fp8_ds_mla"]]

@@ -121,6 +121,27 @@ def test_auto_plans_only_the_steps_whose_prefills_gain_from_gathering(monkeypatc
         assert metadata.plan.mode == ("separate" if gathers else "mixed")
 
 
+def test_a_query_may_have_a_row_for_every_slot() -> None:
+    """The engine may keep more padding than it counts, up to its largest step."""
+    builder = engine.builder(engine.config(max_tokens=12))
+    of = engine.make_step([70, 9], [1, 3], 16)
+    table, slots, _ = of.place(64)
+    common = engine.common(of.lengths, of.queries, table, of.new_slots(slots))
+    for count, most in ((4, 4), (9, 9), (12, 12), (15, 12)):
+        common.slot_mapping = torch.full((count,), -1)
+        metadata = builder.build(0, common)
+        assert metadata.request_ids(most).tolist() == [0, 1, 1, 1] + [0] * (most - 4)
+        assert metadata.plan_for(most).rows == most
+        for rows in (3, most + 1):
+            with pytest.raises(ValueError, match=rf"q must be of 4 \(new tokens\) to {most} rows"):
+                metadata.request_ids(rows)
+            with pytest.raises(ValueError, match=rf"q must be of 4 \(new tokens\) to {most} rows"):
+                metadata.plan_for(rows)
+    whole = engine.make_step([70, 9], [5, 7], 16)
+    table, slots, _ = whole.place(64)
+    assert builder.build(0, engine.common(whole.lengths, whole.queries, table, whole.new_slots(slots))).new_tokens == 12
+
+
 def test_steps_that_do_not_fit() -> None:
     builder = engine.builder(engine.config(max_tokens=8, max_requests=4))
 
@@ -193,6 +214,17 @@ def test_mode_by_heads_and_cache(heads: int, cache_dtype: str, ranks: int, mode:
     if ranks > 1:
         with pytest.raises(ValueError, match="mode must be 'mixed' under decode context parallelism"):
             engine.builder(engine.config(heads, cache_dtype, ranks=ranks), mode="separate")
+
+
+@pytest.mark.parametrize("own", ["auto", "fp8_ds_mla"])
+def test_the_cache_dtype_is_that_of_the_layers(own: str) -> None:
+    """Some layers of vLLM, or those that draft, may have another one than the configuration says."""
+    other = {"auto": "fp8_ds_mla", "fp8_ds_mla": "auto"}[own]
+    of, spec = engine.step("mixed_small", 64), SimpleNamespace(block_size=64, cache_dtype_str=own)
+    builder = SparseMetadataBuilder(spec, ["layer"], engine.config(64, other), "cpu")
+    served = engine.Served(of, own, planned=builder)
+    assert served.metadata.gathers == builder.use_fp8_kv_cache == (own == "fp8_ds_mla")
+    engine.close(served.attend()[0], engine.dense("mixed_small", 64), engine.BF16)
 
 
 def test_host_lengths_may_be_an_upper_bound() -> None:

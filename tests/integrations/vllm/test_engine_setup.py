@@ -216,6 +216,12 @@ def test_cache_shapes() -> None:
     assert shape(10, 64, 1, 576) == (10, 64, 576)
     assert shape(10, 64, 1, 576, cache_dtype_str="fp8_ds_mla") == (10, 64, 656)
     assert shape(10, 256, 1, 512, "fp8_ds_mla") == (10, 256, 584)
+    # As vLLM's KV connectors ask, to see which axis counts the pages.
+    for head_size in (1, 256):
+        assert shape(10, 16, 1, head_size) == (10, 16, head_size)
+        assert shape(10, 16, 1, head_size, "fp8_ds_mla") == (10, 16, 656)
+    with pytest.raises(ValueError, match=r"cache_dtype must be one of 'auto', .*, got 'fp8_e5m2'"):
+        shape(10, 64, 1, 576, "fp8_e5m2")
     with pytest.raises(ValueError, match="num_kv_heads must be 1, got 2"):
         shape(10, 64, 2, 576)
 

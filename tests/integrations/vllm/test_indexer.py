@@ -56,7 +56,7 @@ def expected_rows(lengths: list[int], queries: list[int], rows: int, ratio: int)
     return ids, [n // ratio for n in seen] + [0] * (rows - len(seen))
 
 
-@pytest.mark.parametrize("ratio", [1, 4])
+@pytest.mark.parametrize("ratio", [1, 2, 4])
 @pytest.mark.parametrize("drafts", [None, ADAPTIVE])
 def test_rows_of_random_steps(drafts: Any, ratio: int) -> None:
     choice = random.Random(3)
@@ -87,14 +87,24 @@ def test_rows_of_random_steps(drafts: Any, ratio: int) -> None:
     assert len(places) == 1
 
 
-def test_a_request_without_tokens_is_passed_over() -> None:
-    """As many rows as requests, and one token at most: but not one each."""
-    table, slots = torch.zeros(3, 2, dtype=torch.int32), torch.arange(2)
-    common = engine.common([9, 8, 7], [1, 0, 1], table, slots, padded_tokens=3)
+@pytest.mark.parametrize(
+    ("queries", "ids", "seen"), [([1, 0, 1], [0, 2], [9, 7, 0]), ([2, 1, 0], [0, 0, 1], [8, 9, 8])]
+)
+def test_as_many_rows_as_requests_but_not_one_each(queries: list[int], ids: list[int], seen: list[int]) -> None:
+    table, slots = torch.zeros(3, 2, dtype=torch.int32), torch.arange(sum(queries))
+    common = engine.common([9, 8, 7], queries, table, slots, padded_tokens=3)
     metadata = StepRows(engine.config(), CPU).read(common, common.slot_mapping)
     assert not metadata.one_each
-    assert metadata.request_ids.tolist()[:2] == [0, 2]
-    assert metadata.lengths.tolist() == [9, 7, 0]
+    assert metadata.request_ids.tolist()[: len(ids)] == ids
+    assert metadata.lengths.tolist() == seen
+
+
+def test_slots_of_an_earlier_step_are_left_out() -> None:
+    """The engine's tensor may be longer than the step. Keys would be written where an earlier step had them."""
+    common = engine.common([9, 8], [1, 1], torch.zeros(2, 2, dtype=torch.int32), torch.arange(2))
+    common.slot_mapping = torch.tensor([3, 4, 77, 78])
+    metadata = IndexerMetadataBuilder(None, ["layer"], engine.config(), "cpu").build(0, common)
+    assert metadata.slot_mapping.tolist() == [3, 4]
 
 
 def test_drafts_follow_the_engines_lengths() -> None:
@@ -117,10 +127,17 @@ def test_a_step_of_decodes_takes_two_operations() -> None:
     assert calls.names == ["aten._local_scalar_dense"] * 2 + ["aten.arange", "aten.div"]
 
 
-def test_more_tokens_than_configured_are_refused() -> None:
-    common = engine.common([700], [601], torch.zeros(1, 11, dtype=torch.int32), torch.arange(601))
+def test_steps_that_do_not_fit_are_refused() -> None:
+    made, table = StepRows(engine.config(), CPU), torch.zeros(1, 11, dtype=torch.int32)
+    common = engine.common([700], [600], table, torch.arange(600))
+    assert made.read(common, common.slot_mapping).lengths.tolist() == list(range(101, 701))
+    common = engine.common([700], [601], table, torch.arange(601))
     with pytest.raises(ValueError, match="num_actual_tokens must be at most 600, got 601; raise"):
-        StepRows(engine.config(), CPU).read(common, common.slot_mapping)
+        made.read(common, common.slot_mapping)
+    common = engine.common([70], [6], table, torch.arange(6))
+    common.seq_lens = common.seq_lens.long()
+    with pytest.raises(TypeError, match="seq_lens must be int32, got int64"):
+        made.read(common, common.slot_mapping)
 
 
 STEPS = {

@@ -142,12 +142,16 @@ class TamisSparseBackend:
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
         """[pages, page size, row]; a row of `fp8_ds_mla` is 656 bytes for 576 numbers and 584 for 512 (DeepSeek-V4's:
-        versions of vLLM that ask for a shape do not have models without a rope)."""
+        versions of vLLM that ask for a shape do not have models without a rope).
+
+        vLLM's KV connectors ask with head sizes that no model has, to see which axis counts the pages.
+        """
         if num_kv_heads != 1:
             raise checks.refuse("num_kv_heads", "1", num_kv_heads, "latent attention keeps one row for all heads")
-        checks.integer("head_size", head_size, low=ROPE + 1)
-        layout = for_engine(cache_dtype_str, latent=head_size - ROPE, rope=ROPE)
-        return (num_blocks, block_size, layout.row_elements)
+        known = head_size in HEAD_SIZES
+        layout = for_engine(cache_dtype_str, latent=(head_size if known else max(HEAD_SIZES)) - ROPE, rope=ROPE)
+        packed = cache_dtype_str == "fp8_ds_mla"
+        return (num_blocks, block_size, layout.row_elements if known or packed else head_size)
 
     @classmethod
     def get_required_kv_cache_layout(cls) -> str | None:

@@ -226,7 +226,8 @@ class SparseMetadataBuilder:
         """Read the configs once and allocate every buffer.
 
         Args:
-            kv_cache_spec: an object with `block_size`.
+            kv_cache_spec: an object with `block_size` and, if these layers have a cache dtype of their own,
+                `cache_dtype_str`.
             layer_names: the layers that this builder serves.
             vllm_config: an object with `model_config`, `cache_config`, `parallel_config`, `scheduler_config` and, for
                 speculative decoding, `speculative_config`.
@@ -247,7 +248,8 @@ class SparseMetadataBuilder:
         self.ranks = Ranks.read(vllm_config.parallel_config)
         # Parts of prompts are prefills on every rank, however short, because ranks must agree about it.
         self.treat_short_extends_as_decodes = self.treat_short_extends_as_decodes and self.ranks.prefill == 1
-        cache_dtype = vllm_config.cache_config.cache_dtype
+        # Single layers may have another dtype than the configuration's, and drafting layers that of their own.
+        cache_dtype = getattr(kv_cache_spec, "cache_dtype_str", None) or vllm_config.cache_config.cache_dtype
         self.use_fp8_kv_cache = cache_dtype == "fp8_ds_mla"
         mode = self._possible(mode)
         dims = self.mla_dims

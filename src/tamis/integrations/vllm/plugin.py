@@ -16,7 +16,12 @@ from tamis.integrations.vllm.context_parallel import Ranks
 from tamis.integrations.vllm.impl import SparseImpl
 from tamis.integrations.vllm.indexer import IndexerOptions
 from tamis.integrations.vllm.metadata import SparseMetadata, SparseMetadataBuilder, model_field
-from tamis.integrations.vllm.versions import divides_prompts, keep_prefills_sparse, sparse_impl_base
+from tamis.integrations.vllm.versions import (
+    calls_packed_rows_auto,
+    divides_prompts,
+    keep_prefills_sparse,
+    sparse_impl_base,
+)
 
 
 class Metadata(SparseMetadata, AttentionMetadata):
@@ -115,7 +120,7 @@ class Backend(TamisSparseBackend, AttentionBackend):
         is then read from its configuration.
         """
         config = get_current_vllm_config_or_none()
-        if cache_dtype_str == "auto" and config is not None:
+        if cache_dtype_str == "auto" and config is not None and calls_packed_rows_auto():
             cache_dtype_str = config.cache_config.cache_dtype
         return TamisSparseBackend.get_kv_cache_shape(num_blocks, block_size, num_kv_heads, head_size, cache_dtype_str)
 

@@ -65,7 +65,17 @@ def sparse_impl_base() -> type[Any]:
 
 def divides_prompts() -> bool:
     """Whether this vLLM divides prompts among ranks (prefill context parallelism) in the way that tamis supports."""
-    return _minor(str(import_module("vllm.version").__version__)) == "0.32"
+    return _installed() == "0.32"
+
+
+def calls_packed_rows_auto() -> bool:
+    """Whether this vLLM asks for the shape of every cache as one of "auto", also for packed rows. From 0.26 on it means
+    what it says, since single layers may have such rows (`--kv-cache-dtype-skip-layers`)."""
+    return _installed() == "0.25"
+
+
+def _installed() -> str | None:
+    return _minor(str(import_module("vllm.version").__version__))
 
 
 def v41_refusal() -> str | None:
