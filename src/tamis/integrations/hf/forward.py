@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any, cast
 
 import torch
@@ -50,7 +51,7 @@ class _Prepared:
     columns_at_once: int
 
 
-def model_forward(
+def _forward(
     self: Any,
     input_ids: Tensor | None = None,
     attention_mask: Tensor | None = None,
@@ -61,7 +62,7 @@ def model_forward(
     return_dict: bool | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Replaces the model's `forward`."""
+    """The forward pass of an attached model."""
     prepared = _prepare(self, input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, kwargs)
     use_cache = self.config.use_cache if use_cache is None else use_cache
     kept = use_cache or past_key_values is not None
@@ -75,6 +76,14 @@ def model_forward(
     if not kept:
         outputs[-1].past_key_values = None
     return _join(outputs, self.config.return_dict if return_dict is None else return_dict)
+
+
+@wraps(_forward)
+def model_forward(*args: Any, **kwargs: Any) -> Any:
+    """Replaces the model's `forward`. Inside torch.compile it runs as it is: planning reads values on the host, and
+    pages grow with the requests."""
+    run = torch.compiler.disable(_forward) if torch.compiler.is_compiling() else _forward
+    return run(*args, **kwargs)
 
 
 def _prepare(
