@@ -121,9 +121,10 @@ def attach(
         teachers: whose attention teaches an indexer that several layers share (GLM): "own", that of its own layer;
             "readers", the mean over all of them.
 
-    Without `train=True` an attached model is for inference. Attached models take only padding masks [requests,
-    columns], keep their tokens in a `TamisCache`, and return no attention weights. V4 models ignore `position_ids` and
-    count each request's own tokens. Where it does not train, a model inside torch.compile runs as it is.
+    Without `train=True` an attached model is for inference, of one sequence per row. Attached models take only padding
+    masks [requests, columns], keep their tokens in a `TamisCache`, and return no attention weights. V4 models ignore
+    `position_ids` and count each request's own tokens. Where it does not train, a model inside torch.compile runs as it
+    is.
     """
     if _inside(model) is not None:
         remedy = "attach the model inside it, before it is wrapped"
