@@ -20,3 +20,16 @@ def test_pool_allocates_each_page_once_and_frees_it() -> None:
         pool.slots("b", 0, 5)
     pool.release("a")
     assert pool.free_pages == 8
+
+
+def test_names_that_are_none_are_refused_by_every_method() -> None:
+    pool, name = PagePool(10, 4), ["a"]
+    for call in (
+        lambda: pool.extend(name, 4),
+        lambda: pool.release(name),
+        lambda: pool.forget(name, 4),
+        lambda: pool.block_table([name]),
+        lambda: pool.slots(name, 0, 0),
+    ):
+        with pytest.raises(TypeError, match="request must be hashable, got list; name requests by strings or numbers"):
+            call()

@@ -186,3 +186,8 @@ def test_refusals() -> None:
         call(step, 1, 0, 1, swa_topk_lens=torch.ones(1).int())
     with pytest.raises(ValueError, match=r"bmm2_scale must be 1\.0 with packed rows"):
         call(V4Step("v4-fp8", [1], [5]), 1, 0, 1, bmm2_scale=0.5)
+    apart: dict[str, Any] = {"compressed_kv_cache": step.window.storage}
+    apart |= {name: torch.zeros(1, 4, dtype=torch.int32) for name in ("sparse_indices", "extra_sparse_indices")}
+    apart["swa_topk_lens"] = torch.ones(1, dtype=torch.int32)
+    with pytest.raises(ValueError, match="extra_sparse_topk_lens must be between 0 and 4, got a value of 5"):
+        attend_v4(step.q, step.window.storage, None, extra_sparse_topk_lens=torch.tensor([5]).int(), **apart)

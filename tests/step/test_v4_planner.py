@@ -179,16 +179,22 @@ def test_a_step_looks_at_no_device_value() -> None:
 
 def test_draft_blocks_see_each_other() -> None:
     planner = V4Planner(specs(), limits(speculative_tokens=3), layout="v4-fp32", draft_tokens=4)
-    pools = Pools([4, 4], [30, 6])
+    pools = Pools([4, 4, 4], [30, 6, 50])
     plan = planner.plan(pools.batch, causal=False)
-    assert plan.window.slots.shape == (8, 64)
-    for row in range(8):
-        request, seen = (0, range(18, 30)) if row < 4 else (1, range(6))
+    assert plan.window.slots.shape == (12, 64)
+    for row in range(12):
+        request, seen = row // 4, (range(18, 30), range(6), range(38, 50))[row // 4]
         slots = [pools.slot("window", request, x) for x in seen]
         assert plan.window.slots[row].tolist() == slots + [-1] * (64 - len(slots))
         assert plan.window.lengths[row] == len(slots)
     causal = planner.plan(pools.batch)
-    assert causal.window.lengths.tolist() == [8, 8, 8, 8, 3, 4, 5, 6]
+    assert causal.window.lengths.tolist() == [8, 8, 8, 8, 3, 4, 5, 6, 8, 8, 8, 8]
+
+
+def test_the_default_workspace_holds_four_of_the_largest_prefills() -> None:
+    planner = V4Planner(specs(), limits(max_tokens=64), layout="v4-fp32", mode="separate")
+    plan = planner.plan(Pools([16] * 4, [MAX_LENGTH] * 4).batch)
+    assert {ratio: len(gather.groups) for ratio, gather in plan.gathers.items()} == {1: 1, OVERLAPPING: 1, PLAIN: 1}
 
 
 def test_an_empty_step_and_padding_alone() -> None:

@@ -37,17 +37,18 @@ class PagePool:
 
     def missing(self, request: object, length: int) -> int:
         """The number of pages that a request lacks for `length` tokens."""
-        checks.hashable("request", request)
+        held = self._pages_of(request)
         needed = ceil_div(checks.integer("length", length, low=0), self.page_size)
-        return max(0, needed - len(self._held.get(request, ())))
+        return max(0, needed - len(held))
 
     def release(self, request: object) -> None:
         """Free all pages of a request, if it has any."""
+        checks.hashable("request", request)
         self._free.extend(page for page in self._held.pop(request, []) if page >= 0)
 
     def forget(self, request: object, before: int) -> None:
         """Free the pages of a request that hold only positions below `before`. Its block table has -1 there."""
-        held = self._held.get(request, [])
+        held = self._pages_of(request)
         for number in range(min(max(checks.integer("before", before), 0) // self.page_size, len(held))):
             if held[number] >= 0:
                 self._free.append(held[number])
@@ -55,7 +56,7 @@ class PagePool:
 
     def block_table(self, requests: list[object], width: int | None = None) -> Tensor:
         """int32 [B, width]: the requests' pages, padded with -1."""
-        held = [self._held.get(r, []) for r in requests]
+        held = [self._pages_of(request) for request in requests]
         most = max((len(h) for h in held), default=1)
         if width is not None and checks.integer("width", width) < most:
             raise checks.refuse("width", f"at least {most} pages, which one request holds", width, "raise the width")
@@ -68,8 +69,7 @@ class PagePool:
     def slots(self, request: object, start: int, end: int) -> Tensor:
         """int64 [end - start]: the slots of positions start to end - 1 of a request."""
         checks.integer("start", start, low=0, high=checks.integer("end", end, low=0))
-        checks.hashable("request", request)
-        ids = torch.tensor(self._held.get(request, []), dtype=torch.int64, device="cpu")
+        ids = torch.tensor(self._pages_of(request), dtype=torch.int64, device="cpu")
         if end > len(ids) * self.page_size:
             raise checks.refuse("end", f"at most {len(ids) * self.page_size}", end, "call extend first")
         if start < end:
@@ -79,6 +79,11 @@ class PagePool:
 
     def check_kept(self, request: object, start: int) -> None:
         """Refuse a position whose page was freed by `forget`."""
-        number, held = start // self.page_size, self._held.get(request, ())
+        number, held = start // self.page_size, self._pages_of(request)
         if number < len(held) and held[number] < 0:
             raise checks.refuse("start", "in a page that was not freed by forget", start, "ask for later positions")
+
+    def _pages_of(self, request: object) -> list[int]:
+        """The pages of a request in order, -1 for those that were freed by `forget`."""
+        checks.hashable("request", request)
+        return self._held.get(request, [])

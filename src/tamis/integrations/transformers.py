@@ -121,9 +121,10 @@ def attach(
         teachers: whose attention teaches an indexer that several layers share (GLM): "own", that of its own layer;
             "readers", the mean over all of them.
 
-    Without `train=True` an attached model is for inference. Attached models take only padding masks [requests,
-    columns], keep their tokens in a `TamisCache`, and return no attention weights. V4 models ignore `position_ids` and
-    count each request's own tokens.
+    Without `train=True` an attached model is for inference, of one sequence per row. Attached models take only padding
+    masks [requests, columns], keep their tokens in a `TamisCache`, and return no attention weights. V4 models ignore
+    `position_ids` and count each request's own tokens. Where it does not train, a model inside torch.compile runs as it
+    is.
     """
     if _inside(model) is not None:
         remedy = "attach the model inside it, before it is wrapped"
@@ -149,7 +150,8 @@ def attach(
     devices = {str(parameter.device) for parameter in model.parameters()}
     if len(devices) != 1:
         raise checks.refuse("model", "on one device", sorted(devices), "move it with .to(device)")
-    base_forward, training, dtype = model_forward, None, base.embed_tokens.weight.dtype
+    base_forward: Any = model_forward
+    training, dtype = None, base.embed_tokens.weight.dtype
     if dtype not in checks.FLOATS:
         expected, remedy = "of bfloat16, float16 or float32", "convert it with .to(torch.float32)"
         raise checks.refuse_type("model", expected, checks.dtype_name(dtype), remedy)

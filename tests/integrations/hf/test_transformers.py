@@ -187,3 +187,21 @@ def test_hidden_states_are_recorded_whole(model: Any) -> None:
     assert found.past_key_values is None
     assert len(found.hidden_states) == len(expected)
     assert relative_error(found.hidden_states[-1], expected[-1]) < 1e-5
+
+
+@every_kind_of_cache
+def test_a_compiled_model_runs_as_it_is(model: Any) -> None:
+    """For steps of all sizes: while a size is traced as a symbol, nothing can be planned."""
+    ids = tokens(2, 40)
+    attach(model, cache="fp32")
+    lengths = (40, 33, 21)
+    expected, generated = [logits(model, ids[:, :length]) for length in lengths], greedy(model, ids, 6)
+    torch._dynamo.reset()
+    model.forward = torch.compile(model.forward, backend="eager")
+    try:
+        for length, wanted in zip(lengths, expected, strict=True):
+            assert torch.equal(logits(model, ids[:, :length]), wanted)
+        assert torch.equal(greedy(model, ids, 6), generated)
+    finally:
+        del model.forward
+        torch._dynamo.reset()

@@ -227,6 +227,21 @@ def test_wrong_inputs_are_refused_by_name(model: Any) -> None:
     assert torch.equal(found, logits(model, ids[:, :1], past_key_values=fresh))
 
 
+@every_kind_of_cache
+def test_packed_sequences_are_refused(model: Any) -> None:
+    """Where transformers would keep them apart: in a call without mask and cache."""
+    ids, own = tokens(1, 40), torch.arange(20)
+    packed = torch.cat((own, own)).unsqueeze(0)
+    expected = logits(model, ids, position_ids=packed, use_cache=True)
+    attach(model, cache="fp32")
+    with pytest.raises(ValueError, match="position_ids must be those of one sequence per row, got packed sequences"):
+        logits(model, ids, position_ids=packed, use_cache=False)
+    alone = logits(model, ids, position_ids=torch.arange(3, 43).unsqueeze(0), use_cache=False)
+    assert alone.shape == expected.shape
+    if type(model).__name__ != "DeepseekV4ForCausalLM":  # which counts a request's own tokens
+        assert relative_error(logits(model, ids, position_ids=packed, use_cache=True), expected) < 1e-4
+
+
 def test_models_that_are_none_or_of_another_dtype_are_refused() -> None:
     model = build("hy4")
     for wrong in (model.config, None, "tencent/Hy4-preview"):

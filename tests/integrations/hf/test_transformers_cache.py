@@ -41,6 +41,24 @@ def test_requests_are_repeated_and_selected(model: Any) -> None:
     assert relative_error(found.flip(0), expected) < 1e-5
 
 
+@every_kind_of_cache
+@pytest.mark.parametrize("padding", [0, 5])
+def test_what_inference_mode_has_kept_goes_on_outside_of_it(model: Any, padding: int) -> None:
+    """With padding after the second request's tokens, whose states are then written by themselves."""
+    ids, mask = tokens(2, 90), torch.ones(2, 90, dtype=torch.int64)
+    mask[1, 40 - padding : 40] = 0
+    attach(model, cache="fp32")
+    expected = logits(model, ids)[0, 60:]
+    held = new_cache(model)
+    with torch.inference_mode():
+        logits(model, ids[:, :40], attention_mask=mask[:, :40], past_key_values=held)
+        held.batch_repeat_interleave(2)
+        held.batch_select_indices(torch.tensor([0, 2]))
+        logits(model, ids[:, 40:60], attention_mask=mask[:, :60], past_key_values=held)
+    found = logits(model, ids[:, 60:], attention_mask=mask, past_key_values=held)
+    assert relative_error(found[0], expected) < 1e-5
+
+
 @v32_only
 def test_crop_and_reset(model: Any) -> None:
     ids = tokens(1, 120)

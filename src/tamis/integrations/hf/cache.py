@@ -143,11 +143,14 @@ class TamisCache(Cache):
         state = self.states[layer_idx]
         return state.recurrent_states[state_idx] if state.has_previous_state[state_idx] else None
 
+    # States made inside inference_mode could not be written outside of it.
+    @torch.inference_mode(False)
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
         """Keep the last inputs of a convolution, and return them with the new ones."""
         found: Tensor = self.states[layer_idx].update_conv_state(conv_states, state_idx, **kwargs)
         return found
 
+    @torch.inference_mode(False)
     def update_recurrent_state(
         self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> Tensor:
@@ -264,8 +267,9 @@ class TamisCache(Cache):
                 (page * before + old, page * len(taken) + row) for row, old in enumerate(taken) for page in range(depth)
             ]
             self._move(name, moves, depth * len(taken))
-        for state in self.states.values():
-            state.reorder_cache(rows)
+        with torch.inference_mode(False):
+            for state in self.states.values():
+                state.reorder_cache(rows)
         self.kept = self.kept[rows.cpu()]
 
     def _move(self, pool: str, moves: list[tuple[int, int]], pages: int) -> None:

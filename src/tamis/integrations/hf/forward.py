@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any, cast
 
 import torch
@@ -50,7 +51,7 @@ class _Prepared:
     columns_at_once: int
 
 
-def model_forward(
+def _forward(
     self: Any,
     input_ids: Tensor | None = None,
     attention_mask: Tensor | None = None,
@@ -61,9 +62,11 @@ def model_forward(
     return_dict: bool | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Replaces the model's `forward`."""
+    """The forward pass of an attached model."""
     prepared = _prepare(self, input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, kwargs)
     use_cache = self.config.use_cache if use_cache is None else use_cache
+    if position_ids is not None and attention_mask is None and past_key_values is None and not use_cache:
+        _refuse_packed(position_ids)
     kept = use_cache or past_key_values is not None
     # Layers of linear attention find their states in the cache, also from one chunk to the next.
     given = prepared.cache if kept or prepared.cache.states else None
@@ -75,6 +78,14 @@ def model_forward(
     if not kept:
         outputs[-1].past_key_values = None
     return _join(outputs, self.config.return_dict if return_dict is None else return_dict)
+
+
+@wraps(_forward)
+def model_forward(*args: Any, **kwargs: Any) -> Any:
+    """Replaces the model's `forward`. Inside torch.compile it runs as it is: planning reads values on the host, and
+    pages grow with the requests."""
+    run = torch.compiler.disable(_forward) if torch.compiler.is_compiling() else _forward
+    return run(*args, **kwargs)
 
 
 def _prepare(
@@ -100,6 +111,14 @@ def _prepare(
     recorded = any(options.get(name) or getattr(base.config, name, False) for name in _RECORDED)
     size = columns if recorded else max(1, attachment.chunk // requests)
     return _Prepared(input_ids, inputs_embeds, position_ids, new, cache, given.device, size)
+
+
+def _refuse_packed(position_ids: Tensor) -> None:
+    """Refuse positions that transformers reads as several sequences in a row, in a call without mask and cache: in the
+    pages a row is one request."""
+    if bool((position_ids.diff(dim=1) != 1).any()):
+        remedy = "pass one per row, padded, or attach with train=True"
+        raise checks.refuse("position_ids", "those of one sequence per row", "packed sequences", remedy)
 
 
 def _chunks(attachment: Attachment, prepared: _Prepared) -> Iterator[tuple[Tensor, dict[str, Any]]]:

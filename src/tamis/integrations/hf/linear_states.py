@@ -86,6 +86,7 @@ class _Some:
         found: Tensor = self._part.update_recurrent_state(recurrent_states, state_idx, **kwargs)
         return found
 
+    @torch.inference_mode(False)  # as in `TamisCache`
     def put_back(self, state: Any, requests: Tensor, batch: int) -> None:
         """Write the states to those of all requests, which start at zero."""
         part = self._part
