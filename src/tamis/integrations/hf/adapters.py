@@ -9,10 +9,11 @@ from torch import Tensor, nn
 from tamis import checks
 
 
-def unit_images(name: str, layer: nn.Module, width: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+def unit_images(name: str, layer: nn.Module, width: int, like: Tensor) -> Tensor:
     """The weight [out, width] of a layer: the images of the unit vectors, whatever adapters or quantisation it has.
 
-    Dropout would act on unit vectors instead of tokens, and a bias would be in every image, so both are refused.
+    Dropout would act on unit vectors instead of tokens, and a bias would be in every image, so both are refused. Unit
+    vectors have the dtype and the device of `like`.
     """
     for part_name, part in layer.named_modules():
         path = f"{name}.{part_name}" if part_name else name
@@ -22,7 +23,7 @@ def unit_images(name: str, layer: nn.Module, width: int, *, dtype: torch.dtype, 
         if isinstance(getattr(part, "bias", None), Tensor):
             remedy = f"set lora_bias=False, or leave {name} out of target_modules"
             raise checks.refuse(path, "without a bias: tamis reads off a weight alone", "one with it", remedy)
-    unit: Tensor = layer(torch.eye(width, dtype=dtype, device=device))
+    unit: Tensor = layer(torch.eye(width, dtype=like.dtype, device=like.device))
     return unit.T
 
 

@@ -371,6 +371,6 @@ def absorbed(module: Any, spec: LayerSpec, like: Tensor) -> AbsorbedWeights:
     if type(layer) is nn.Linear:
         weight = layer.weight
     else:
-        weight = unit_images("kv_b_proj", layer, spec.latent_dim, dtype=like.dtype, device=like.device)
+        weight = unit_images("kv_b_proj", layer, spec.latent_dim, like)
     key, value = weight.unflatten(0, (spec.heads, -1)).split([module.qk_nope_head_dim, module.v_head_dim], dim=1)
     return AbsorbedWeights(key, value.transpose(1, 2))

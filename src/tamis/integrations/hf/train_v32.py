@@ -263,4 +263,4 @@ def _kv_b_weight(module: Any, latent_dim: int, like: Tensor) -> Tensor:
     layer = module.kv_b_proj
     if type(layer) is nn.Linear and type(layer.weight) is nn.Parameter:
         return layer.weight
-    return unit_images("kv_b_proj", layer, latent_dim, dtype=like.dtype, device=like.device)
+    return unit_images("kv_b_proj", layer, latent_dim, like)

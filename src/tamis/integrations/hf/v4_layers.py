@@ -108,8 +108,7 @@ def _v4_tensors(module: Any) -> dict[str, Tensor]:
         base = getattr(layer, "base_layer", None)
         if isinstance(base, nn.Linear):
             found = {key: tensor for key, tensor in found.items() if not key.startswith(f"{name}.")}
-            like = {"dtype": base.weight.dtype, "device": base.weight.device}
-            found[f"{name}.weight"] = unit_images(name, layer, base.in_features, **like).contiguous()
+            found[f"{name}.weight"] = unit_images(name, layer, base.in_features, base.weight).contiguous()
     return found
 
 
