@@ -8,11 +8,11 @@ from bounds import relative_error
 from hf_models import tokens
 from hf_training import trainable
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from tamis.integrations.hf.forward import language_model
-from tamis.integrations.transformers import attach, index_losses, indexer_parameters
+from tamis.integrations.transformers import attach, index_losses, indexer_parameters, take_index_loss
 
 CASES = [
     *(("v32", "sparse", False), ("v32", "warmup", True), ("v4", "sparse", True), ("glm-shared", "frozen", False)),
@@ -34,14 +34,14 @@ def attached(name: str, stage: Any) -> Any:
     return model
 
 
-def sharded(name: str, stage: Any, checkpointed: bool) -> Any:
+def sharded(name: str, stage: Any, checkpointed: bool, dtype: torch.dtype | None = None) -> Any:
     model = attached(name, stage)
     if checkpointed:
         model.gradient_checkpointing_enable()
-    mesh = init_device_mesh("cpu", (2,))
+    options: dict[str, Any] = {"mesh": init_device_mesh("cpu", (2,)), "mp_policy": MixedPrecisionPolicy(dtype)}
     for layer in language_model(model).layers:
-        fully_shard(layer, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+        fully_shard(layer, **options)
+    return fully_shard(model, **options)
 
 
 def differences() -> dict[str, float]:
@@ -97,6 +97,19 @@ def data_parallel() -> tuple[dict[str, float], set[int], str]:
     return found, layers, refused
 
 
-def both() -> tuple[dict[str, float], str]:
+def evaluations() -> list[tuple[float, float]]:
+    """The norm of the logits of a sharded model in an evaluation and in training: of V4, and of V3.2 in mixed
+    precision."""
+    ids, found = tokens(2, 48), []
+    for model in (sharded("v4", "sparse", False), sharded("v32", "sparse", False, torch.bfloat16)):
+        logits = model(ids).logits
+        take_index_loss(model)
+        logits.sum().backward()  # so that FSDP2 shards the layers again
+        with torch.no_grad():
+            found.append((float(model.eval()(ids).logits.norm()), float(logits.detach().norm())))
+    return found
+
+
+def all_sharded() -> tuple[dict[str, float], str, list[tuple[float, float]]]:
     torch.use_deterministic_algorithms(False)
-    return differences(), refusal()
+    return differences(), refusal(), evaluations()

@@ -118,8 +118,9 @@ def test_autocast_widens_what_is_computed_in_float32() -> None:
         compress_rows(keys.long(), keys, bias, entries)
 
 
-def test_forward_mode_is_refused() -> None:
-    """Torch drops the tangents of an op that records no gradient, so the derivative would be zero without an error."""
+def test_forward_mode_and_transforms_are_refused() -> None:
+    """Torch drops the tangents of an op that records no gradient, so the derivative would be zero without an error; and
+    of torch.func it says that a static method is missing."""
     given = Given()
     pack, spans, slots, target, _ = given.constants()
     q, rows, sink, *rest = (x.detach() for x in (given.q, given.rows, given.sink, given.bias, *given.index))
@@ -148,6 +149,10 @@ def test_forward_mode_is_refused() -> None:
                 values[number] = forward_ad.make_dual(values[number], torch.ones_like(values[number]))
                 with pytest.raises(ValueError, match=f"{name} must be without a tangent.*{function} has a backward"):
                     run(*values)
+                values = list(arguments.values())
+                refused = f"must be without a transform of torch.func.*differentiate {function} with"
+                with pytest.raises(ValueError, match=refused):
+                    torch.func.grad(lambda *x: run(*x).sum(), argnums=number)(*values)  # noqa: B023
         # A target is a constant, whose derivative is zero.
         dual = forward_ad.make_dual(q, torch.ones_like(q))
         assert (index_target(dual, Rows(rows, slots), torch.zeros(6, 2), scale=0.3) > 0).any()

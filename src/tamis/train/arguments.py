@@ -4,6 +4,7 @@ from typing import overload
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_gradtrackingtensor
 from torch.autograd import forward_ad
 
 from tamis import checks
@@ -62,15 +63,18 @@ def recorded(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
-def refuse_tangents(function: str, **tensors: Tensor | None) -> None:
-    """Refuse forward-mode differentiation. Torch would drop the tangents of a call that records no gradient: the
-    derivative would be zero without an error."""
+def refuse_transforms(function: str, **tensors: Tensor | None) -> None:
+    """Refuse forward-mode differentiation, and `torch.func`. Torch would drop the tangents of a call that records no
+    gradient: the derivative would be zero without an error. Its error about `torch.func` names something else."""
     if torch.compiler.is_compiling():
         return
     for name, tensor in tensors.items():
         if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
             remedy = f"{function} has a backward pass only: use torch.autograd.grad or backward()"
             raise checks.refuse(name, "without a tangent of forward-mode differentiation", "one with it", remedy)
+        if tensor is not None and is_gradtrackingtensor(tensor):
+            remedy = f"differentiate {function} with torch.autograd.grad or backward()"
+            raise checks.refuse(name, "without a transform of torch.func", "one with it", remedy)
 
 
 @overload

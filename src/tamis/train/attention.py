@@ -17,7 +17,7 @@ from tamis.train.arguments import (
     deterministic_mode,
     in_autocast,
     recorded,
-    refuse_tangents,
+    refuse_transforms,
     same_dtype,
 )
 
@@ -61,7 +61,7 @@ def attend_rows(
     checks.integer("value_dim", value_dim, low=1, high=q.shape[2])
     checks.positive_number("scale", scale)
     sink = _checked_sink(sink, q)
-    refuse_tangents("attend_rows", q=q, sink=sink, **{f"selections[{n}].rows": found for n, found in enumerate(rows)})
+    refuse_transforms("attend_rows", q=q, sink=sink, **{f"selections[{n}].rows": found for n, found in enumerate(rows)})
     keep = recorded(q, sink, *rows)
     call = AttendRows(q, selections, scale, value_dim, sink, keep, deterministic_mode(deterministic), backend)
     row_operations.attend_rows.check(call)

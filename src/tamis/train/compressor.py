@@ -5,7 +5,7 @@ from torch import Tensor
 from tamis import checks
 from tamis.ops.compress import row_operations
 from tamis.ops.compress.row_operations import CompressRows
-from tamis.train.arguments import DTYPES, refuse_tangents, same_dtype, widened_in_autocast
+from tamis.train.arguments import DTYPES, refuse_transforms, same_dtype, widened_in_autocast
 from tamis.train.pack import Entries
 
 
@@ -51,7 +51,7 @@ def compress_rows(
     same_dtype("values", values, scores=scores)
     remedy = "pass one row per token of a span"
     checks.tensor("bias", bias, "r C", DTYPES, r=ratio, C=channels, device=device, remedy=remedy)
-    refuse_tangents("compress_rows", values=values, scores=scores, bias=bias)
+    refuse_transforms("compress_rows", values=values, scores=scores, bias=bias)
     call = CompressRows(values, scores, bias, entries.spans, entries.before if overlapping else None, backend)
     row_operations.compress_rows.check(call)
     return row_operations.compress_rows(call)

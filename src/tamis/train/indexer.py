@@ -16,7 +16,7 @@ from tamis.train.arguments import (
     deterministic_mode,
     in_autocast,
     recorded,
-    refuse_tangents,
+    refuse_transforms,
     same_dtype,
     widened_in_autocast,
 )
@@ -117,7 +117,7 @@ def index_loss(
         remedy = "pass what index_target returns"
         raise checks.refuse("target", "free of negative numbers, infinity and NaN", "others", remedy)
     _check_token_weights(token_weights, tokens, dtype, device)
-    refuse_tangents("index_loss", index_q=index_q, index_keys=index_keys, weights=weights)
+    refuse_transforms("index_loss", index_q=index_q, index_keys=index_keys, weights=weights)
     wanted = recorded(index_q, index_keys, weights)
     mode = deterministic_mode(deterministic)
     constants = (slots, target.detach(), None if token_weights is None else token_weights.detach())
@@ -178,7 +178,7 @@ def warmup_loss(
     _check_token_weights(token_weights, tokens, dtype, device)
     constants = (q.detach(), keys.detach(), lse, starts.to(device), ends.to(device))
     factors = None if token_weights is None else token_weights.detach()
-    refuse_tangents("warmup_loss", index_q=index_q, index_keys=index_keys, weights=weights)
+    refuse_transforms("warmup_loss", index_q=index_q, index_keys=index_keys, weights=weights)
     wanted = recorded(index_q, index_keys, weights)
     call = WarmupLoss(index_q, index_keys, weights, *constants, factors, scale, wanted, backend)
     loss_operations.warmup_loss.check(call)

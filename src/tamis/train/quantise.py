@@ -9,7 +9,7 @@ from tamis.model.recipe import IndexRecipe
 from tamis.ops.index.prepare import check_rotations
 from tamis.ops.write import row_operations
 from tamis.ops.write.row_operations import FakeQuantise
-from tamis.train.arguments import DTYPES, refuse_tangents
+from tamis.train.arguments import DTYPES, refuse_transforms
 
 
 def fake_quantise(
@@ -46,7 +46,7 @@ def fake_quantise(
     recipe = IndexRecipe(rope_dim=0) if recipe is None else recipe
     check_rotations(recipe, positions, cos_sin, x.shape[0], x.shape[-1], x.device)
     checks.positive_number("scale", scale)
-    refuse_tangents("fake_quantise", x=x)
+    refuse_transforms("fake_quantise", x=x)
     call = FakeQuantise(x, positions, cos_sin, recipe, layout, scale, backend)
     row_operations.fake_quantise.check(call)
     return row_operations.fake_quantise(call)

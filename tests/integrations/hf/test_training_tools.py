@@ -12,7 +12,7 @@ from bounds import relative_error
 from hf_models import V4_KINDS, logits, tokens, transformers
 from hf_training import SEPARATE, assert_agree, assert_same, batches, shared, step, trainable
 from rank_processes import run_on_ranks
-from ranks_training import CASES, DATA_PARALLEL, both, data_parallel
+from ranks_training import CASES, DATA_PARALLEL, all_sharded, data_parallel
 
 from tamis.integrations.hf.train_step import Sight
 from tamis.integrations.transformers import (
@@ -219,10 +219,11 @@ def test_memory_of_a_long_step() -> None:
 
 
 def test_fully_sharded_layers_have_the_whole_models_gradients(tmp_path: Path) -> None:
-    for found, refused in run_on_ranks(2, both, tmp_path):
+    for found, refused, evaluated in run_on_ranks(2, all_sharded, tmp_path):
         assert len(found) == len(CASES)
         assert max(found.values()) < SEPARATE, found
         assert "call model.gradient_checkpointing_enable()" in refused
+        assert [one for one, _ in evaluated] == [other for _, other in evaluated]
 
 
 def test_data_parallel_ranks_have_the_whole_models_gradients(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from tamis.cache.layout import Layout, index_fp8, rows, v32_fp8
 from tamis.cache.paged import PagedCache
 from tamis.cache.selection import Caches
 from tamis.choice import choose
+from tamis.integrations.hf.adapters import unit_images
 from tamis.integrations.hf.cache import MAIN_POOL, CacheShape, Held, Pool
 from tamis.layers.mla import SparseMLA
 from tamis.model.absorb import AbsorbedWeights
@@ -370,6 +371,6 @@ def absorbed(module: Any, spec: LayerSpec, like: Tensor) -> AbsorbedWeights:
     if type(layer) is nn.Linear:
         weight = layer.weight
     else:
-        weight = layer(torch.eye(spec.latent_dim, dtype=like.dtype, device=like.device)).T
+        weight = unit_images("kv_b_proj", layer, spec.latent_dim, like)
     key, value = weight.unflatten(0, (spec.heads, -1)).split([module.qk_nope_head_dim, module.v_head_dim], dim=1)
     return AbsorbedWeights(key, value.transpose(1, 2))

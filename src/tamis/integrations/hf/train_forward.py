@@ -44,16 +44,19 @@ def training_forward(
 ) -> Any:
     """Replaces the model's `forward`: without a cache if gradients are wanted, otherwise through pages.
 
-    Packed sequences and replayed selections run without a cache in any case.
+    Packed sequences and replayed selections run without a cache in any case, and so do whole sequences of a sharded
+    model, as in an evaluation: its layers may compute in another dtype than its pages have.
     """
     attachment: Attachment = self._tamis
     training: Training = attachment.training
     given = check_inputs(self, input_ids, inputs_embeds, position_ids, kwargs)
     records = torch.is_grad_enabled() and _wants_gradients(self, inputs_embeds)
-    sight = None
-    if past_key_values is None and (records or training.replay or position_ids is not None):
+    sight, whole = None, records or training.replay is not None
+    if not (whole or use_cache) and past_key_values is None and attachment.record is None:
+        whole = is_sharded(self)
+    if past_key_values is None and (whole or position_ids is not None):
         sight = _sight(given, attention_mask, position_ids)
-    if not (records or training.replay is not None or (sight is not None and sight.packed)):
+    if not (whole or (sight is not None and sight.packed)):
         return model_forward(
             self,
             input_ids,
@@ -100,6 +103,12 @@ def training_forward(
 def _wants_gradients(base: Any, inputs_embeds: Tensor | None) -> bool:
     given = inputs_embeds is not None and inputs_embeds.requires_grad
     return given or any(parameter.requires_grad for parameter in base.parameters())
+
+
+def is_sharded(base: Any) -> bool:
+    """Whether FSDP2 has sharded the layers, between whose passes their parameters are DTensors, a class that takes
+    seconds to import."""
+    return any(hasattr(parameter, "to_local") for parameter in base.layers.parameters())
 
 
 def check_parameters(model: Any) -> None:
@@ -165,7 +174,7 @@ def _step(base: Any, given: Tensor, sight: Sight, records: bool, items: Any) -> 
         records=records,
         token_weight=weight,
         keep=keep and checkpoints,
-        frees_weights=not checkpoints and any(hasattr(p, "to_local") for p in base.layers.parameters()),
+        frees_weights=not checkpoints and is_sharded(base),
         replayed=replayed,
     )
     if weight is not None:

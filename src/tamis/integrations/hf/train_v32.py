@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from tamis import checks
+from tamis.integrations.hf.adapters import unit_images
 from tamis.integrations.hf.layers import Step, V32Family, glm_forward, new_rows, rope_angles, rotated_query, v32_forward
 from tamis.integrations.hf.train_selection import check_pass, index_rows, select, teach
 from tamis.integrations.hf.train_step import IndexTensors, TrainStep
@@ -262,10 +263,4 @@ def _kv_b_weight(module: Any, latent_dim: int, like: Tensor) -> Tensor:
     layer = module.kv_b_proj
     if type(layer) is nn.Linear and type(layer.weight) is nn.Parameter:
         return layer.weight
-    if module.training:
-        for name, part in layer.named_modules():
-            if isinstance(part, nn.Dropout) and part.p > 0:
-                remedy = "set lora_dropout=0, or leave kv_b_proj out of target_modules"
-                raise checks.refuse(f"kv_b_proj.{name}", "without dropout: it acts on unit vectors", part.p, remedy)
-    unit: Tensor = layer(torch.eye(latent_dim, dtype=like.dtype, device=like.device))
-    return unit.T
+    return unit_images("kv_b_proj", layer, latent_dim, like)

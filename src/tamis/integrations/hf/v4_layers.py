@@ -1,5 +1,6 @@
 """DeepSeek-V4's attention modules of Hugging Face transformers on tamis."""
 
+from collections.abc import Hashable
 from math import gcd, lcm
 from typing import Any
 
@@ -10,6 +11,7 @@ from tamis import checks
 from tamis.cache.layout import Layout, compressor_state, rows, v4_fp8
 from tamis.cache.v4_caches import STATE_PAGE_SIZES, V4Caches
 from tamis.choice import choose
+from tamis.integrations.hf.adapters import chosen_adapters, unit_images
 from tamis.integrations.hf.cache import MAIN_POOL, CacheShape, Held, Pool
 from tamis.integrations.hf.layers import PLAIN, CacheKind, Planners, Step, WrapLayer, key_layout, wrapped
 from tamis.layers.v4 import SparseV4
@@ -52,7 +54,7 @@ class V4Family:
         held = [_v4_held(spec, layout, key_layout(kind, spec.index_dim or 4, weight.dtype), page) for spec in specs]
         self.shape = CacheShape(pools, held, weight.device)
         self.layers: list[SparseV4] = []
-        self._source: list[tuple[int, int]] = []
+        self._source: list[Hashable] = []
         self._planners = Planners(
             lambda limits: V4Planner(specs, limits, weight.device, layout=layout, backend=backend),
             {name: pool.page_size for name, pool in pools.items()},
@@ -62,8 +64,9 @@ class V4Family:
         """The step's metadata, valid until the next step."""
         longest = int(batch.lengths.max())
         # The layers share the model's weights, or hold copies of adapted ones. So they are made again when the model
-        # was copied or converted, and after an optimizer's step.
-        source = [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in self._parameters()]
+        # was copied or converted, after an optimizer's step, and when other adapters were chosen.
+        source: list[Hashable] = [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in self._parameters()]
+        source += [chosen for layer in self._base.layers for chosen in chosen_adapters(layer.self_attn)]
         if source != self._source or len(self.layers[0].cos_sin) < longest:
             self._make_layers(longest + longest // 4 + V4_PAGE)
             self._source = source
@@ -105,8 +108,7 @@ def _v4_tensors(module: Any) -> dict[str, Tensor]:
         base = getattr(layer, "base_layer", None)
         if isinstance(base, nn.Linear):
             found = {key: tensor for key, tensor in found.items() if not key.startswith(f"{name}.")}
-            unit = torch.eye(base.in_features, dtype=base.weight.dtype, device=base.weight.device)
-            found[f"{name}.weight"] = layer(unit).T.contiguous()
+            found[f"{name}.weight"] = unit_images(name, layer, base.in_features, base.weight).contiguous()
     return found
 
 
