@@ -48,6 +48,10 @@ def test_unaligned_addresses_leave_the_remembered_launch(monkeypatch: pytest.Mon
     for q in queries:
         run(call._replace(q=q))
     assert ran == ["scores", "top-k", "all", "scores", "top-k"]
+    pages = torch.zeros(64 * 132 + 8, dtype=torch.uint8, device="cpu")[8:].view(1, 64, 132)
+    assert pages.data_ptr() % 16
+    run(call._replace(cache=PagedCache.wrap(pages, index_fp8())))
+    assert ran[5:] == ["all"]
 
 
 @pytest.mark.parametrize(
@@ -83,3 +87,14 @@ def test_a_small_workspace_takes_several_launches(room: int, sizes: list[int], m
         assert (score[0], score[1], score[2]) == (size, queries, weights)
         assert (score[5], score[6], score[7]) == (ids, call.block_table.data_ptr(), lengths)
         assert select == (size, score[8], lengths, call.out[first:].data_ptr())
+
+
+def test_scores_of_triton_are_prepared_for_a_single_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their launch scores all tokens, so it may not be given memory for some of them."""
+    rows: list[int] = []
+    monkeypatch.setattr(hopper.scores, "serves", lambda call: False)
+    monkeypatch.setattr(hopper, "_prepare_triton", lambda call, rooms: rows.append(len(rooms()[0])) or "prepared")
+    q = torch.zeros(5, 64, 128, dtype=torch.float8_e4m3fn, device="cpu")
+    found = [hopper.prepare_index_topk(call_of(q, workspace_bytes=room)) for room in (1, 5 * 64 * 4 - 1, 5 * 64 * 4)]
+    assert found == [None, None, "prepared"]
+    assert rows == [5]
