@@ -23,8 +23,8 @@ def test_importing_costs_little_on_top_of_torch() -> None:
     """No other package but numpy, and a bounded number of our own lines: 9,375 before modules were sorted into folders,
     450 to remember calls, 250 to plan steps in one copy, 80 to select into a given tensor, 165 to select over ranks,
     150 for the backends of other packages, 215 that training shares with inference, 300 for pooled index keys and other
-    relatives of V3.2, and 735 for DeepSeek-V4.1. Seconds depend on the machine, and the number of modules on how finely
-    they are cut."""
+    relatives of V3.2, 735 for DeepSeek-V4.1, and 90 to score prompts in few columns. Seconds depend on the machine, and
+    the number of modules on how finely they are cut."""
     code = (
         "import sys, torch\n"
         "before = set(sys.modules)\n"
@@ -34,7 +34,7 @@ def test_importing_costs_little_on_top_of_torch() -> None:
         "others = {name.split('.')[0] for name in new - ours} - sys.stdlib_module_names\n"
         "assert others <= {'numpy'}, others\n"
         "lines = sum(len(open(sys.modules[name].__file__).readlines()) for name in ours)\n"
-        "assert lines <= 11_690, (lines, sorted(ours))\n"
+        "assert lines <= 11_780, (lines, sorted(ours))\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

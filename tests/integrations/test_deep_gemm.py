@@ -111,9 +111,10 @@ def test_paged_keys(batch: int, tokens: int, heads: int, page_size: int) -> None
     assert torch.equal(deep_gemm.fp8_paged_mqa_logits(**per_request), found), "the last token's length is enough"
 
 
-def test_padded_requests_see_nothing() -> None:
+@pytest.mark.parametrize("padding", [-3, -(2**31)])
+def test_padded_requests_see_nothing(padding: int) -> None:
     arguments, _ = paged(3, 2, 8)
-    lengths = ints([0, 1, -3])
+    lengths = ints([0, 1, padding])
     found = deep_gemm.fp8_paged_mqa_logits(**(arguments | {"context_lens": lengths}))
     assert (found > -torch.inf).sum(1).tolist() == [0, 0, 0, 1, 0, 0]
 

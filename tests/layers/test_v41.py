@@ -17,8 +17,11 @@ from v41_model import CONFIG, Definition, Stored, table_of, weights_of
 from tamis import Batch, LayerSpec, Limits, PagePool, SparseV4, V4Caches, V4Planner
 from tamis.cache.layout import named, rows
 from tamis.lab.testing.cases import to_device
+from tamis.layers import v41
 from tamis.layers.v41 import SparseV41, V41Selection
 from tamis.model.v41 import Candidates, sharing
+from tamis.ops.index import reference
+from tamis.ops.index.block_operations import IndexTopkAndBlocks
 from tamis.step.v4_plan import V4Plan
 
 LAYERS = CONFIG["num_hidden_layers"]
@@ -182,6 +185,26 @@ def check_request(found: Piece, hidden: Tensor, served: Served | None = None) ->
 
 
 on_both = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+
+
+def test_entries_are_scored_in_the_columns_that_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A workspace of one token makes layers look for fewer columns than the planner's table has."""
+    usual, hidden, seen = reference.index_topk_and_blocks, inputs(), []
+
+    def watched(call: IndexTopkAndBlocks) -> None:
+        seen.append(call.block_table.shape[1])
+        usual(call)
+
+    monkeypatch.setattr(reference, "index_topk_and_blocks", watched)
+    found = []
+    for room in (v41.WORKSPACE_BYTES, 1):
+        monkeypatch.setattr(v41, "WORKSPACE_BYTES", room)
+        found.append(Served().step(hidden, (0, 0, 40))[0])
+    for name in ("outputs", "entries", "candidates"):
+        for one, other in zip(getattr(found[0], name), getattr(found[1], name), strict=True):
+            assert one is other or torch.equal(one, other)
+    # The pages of 128 tokens, and those of 40.
+    assert set(seen) == {8, 3}
 
 
 @on_both

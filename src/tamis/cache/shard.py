@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from tamis import checks
+from tamis.arithmetic import ceil_div
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,10 @@ class Shard:
             return (length.long() - self.rank * self.interleave).clamp_(0, self.interleave).int()
         whole = length // run
         return (length - whole * run - self.rank * self.interleave).clamp_(0, self.interleave) + whole * self.interleave
+
+    def most(self, length: int) -> int:
+        """An upper bound of how many of a request's first `length` positions this rank holds."""
+        return ceil_div(length, self.interleave * self.ranks) * self.interleave
 
     def global_positions(self, local: Tensor) -> Tensor:
         """The positions in the request of this rank's rows; where `local` is negative, the result means nothing."""

@@ -133,7 +133,8 @@ def _two_axes(context_lens: Tensor) -> Tensor:
 def _lengths_per_token(context_lens: Tensor, requests: int, tokens: int, device: torch.device) -> Tensor:
     lengths = _two_axes(context_lens)
     if lengths.shape[1] == 1 and tokens > 1:
-        lengths = lengths + torch.arange(1 - tokens, 1, dtype=torch.int32, device=lengths.device)
+        # Engines give padding any length below 0, which must not wrap around.
+        lengths = lengths.clamp_min(0) + torch.arange(1 - tokens, 1, dtype=torch.int32, device=lengths.device)
     remedy = "pass one per request, or one per token"
     checks.tensor("context_lens", lengths, "B n", (torch.int32,), B=requests, n=tokens, device=device, remedy=remedy)
     return lengths.reshape(-1)

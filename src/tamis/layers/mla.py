@@ -14,13 +14,14 @@ from tamis.layers.batch_invariance import fixed_splits
 from tamis.layers.mla_checks import Arguments, Call, MlaChecks, Write, no_positions
 from tamis.layers.mla_gathered import attend_chunks, chunk_gathers
 from tamis.layers.mla_memory import KnownCall, LayerMemory, number_of, run_write
+from tamis.layers.selecting import run_selection
 from tamis.model.spec import LayerSpec
 from tamis.ops import Attended, IndexInputs
 from tamis.ops.attention import folded_scale, new_output
 from tamis.ops.attention.operations import Attend, attend
 from tamis.ops.combine.operations import contiguous_sink
 from tamis.ops.index import WORKSPACE_BYTES, ranks_of_layer
-from tamis.ops.index.operations import IndexTopk, index_topk
+from tamis.ops.index.operations import IndexTopk
 from tamis.ops.index.prepared import new_positions
 from tamis.ops.lse import LseForm
 from tamis.ops.translate.operations import TranslatePositions, translate_positions
@@ -362,15 +363,12 @@ class SparseMLA:
 
     def _selected(self, call: IndexTopk, plan: Plan, known: KnownCall | None = None) -> Tensor:
         """The positions that the indexer selects; those of whole groups if its keys are pooled."""
-        chosen = self._select(call, known)
+        chosen = self._select(call, plan, known)
         return chosen if self._pooled is None else self._pooled.positions(chosen, plan)
 
-    def _select(self, call: IndexTopk, known: KnownCall | None = None) -> Tensor:
+    def _select(self, call: IndexTopk, plan: Plan, known: KnownCall | None = None) -> Tensor:
         """Run the indexer. Tools that watch a layer override this."""
-        run = index_topk if known is None or known.index_topk is None else known.index_topk.run
-        run = run if self._over is None else self._over.run
-        run(call)
-        return call.out
+        return run_selection(call, plan, known and known.index_topk, self._over, self.spec.kpool)
 
     def _nothing(self, call: Call) -> LayerOutput:
         """The result of a step without requests: all of its rows are padding."""

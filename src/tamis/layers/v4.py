@@ -11,6 +11,7 @@ from tamis.arithmetic import without_autocast
 from tamis.cache.paged import PagedCache
 from tamis.cache.v4_caches import V4Caches
 from tamis.layers.batch_invariance import fixed_splits
+from tamis.layers.selecting import run_selection
 from tamis.layers.v4_checks import KnownV4, Projected, V4Call, V4Checks, V4Writes
 from tamis.layers.v4_gathered import Gathered, run_gathered
 from tamis.layers.v4_memory import sign_call
@@ -33,7 +34,7 @@ from tamis.ops.combine.operations import contiguous_sink
 from tamis.ops.compress import has_hadamard
 from tamis.ops.compress.operations import CompressKv, compress_kv
 from tamis.ops.index import WORKSPACE_BYTES, ranks_of_layer
-from tamis.ops.index.operations import IndexTopk, index_topk
+from tamis.ops.index.operations import IndexTopk
 from tamis.ops.index.prepared import new_positions
 from tamis.ops.lse import LseForm
 from tamis.ops.output.operations import RotateToFp8
@@ -164,9 +165,7 @@ class SparseV4:
                 return torch.full((len(hidden), self.spec.topk or 0), -1, dtype=torch.int32, device=hidden.device)
             call = self._index(index_q, project(hidden, indexer.weights, torch.float32), caches, plan)
             self._checks.index(call)
-        run = index_topk if self._over is None else self._over.run
-        run(call)
-        return call.out
+        return run_selection(call, plan.step, None, self._over, self.spec.compress)
 
     def output(self, attended: Tensor, plan: V4Plan) -> Tensor:
         """Hidden states [rows, hidden] from attention's [rows, H, D], whose values were rotated as keys are."""
@@ -283,10 +282,7 @@ class SparseV4:
         assert call.index_topk is not None
         assert queries.index_q is not None
         selection, prepared = call.index_topk._replace(q=queries.index_q), call.known and call.known.index_topk
-        run = index_topk if prepared is None else prepared.run
-        run = run if self._over is None else self._over.run
-        run(selection)
-        return selection.out
+        return run_selection(selection, call.plan.step, prepared, self._over, self.spec.compress)
 
     def _attend(self, call: V4Call, q: Tensor, chosen: Tensor | None) -> Tensor:
         if isinstance(call.attend, Gathered):

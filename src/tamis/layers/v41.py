@@ -14,6 +14,7 @@ from tamis import checks
 from tamis.arithmetic import without_autocast
 from tamis.cache.v4_caches import V4Caches
 from tamis.layers.batch_invariance import fixed_splits
+from tamis.layers.selecting import for_prompts, run_selection
 from tamis.layers.v4_products import (
     float_product,
     output_rotation,
@@ -40,7 +41,7 @@ from tamis.ops.index.block_operations import (
     index_topk_and_blocks,
     index_topk_within,
 )
-from tamis.ops.index.operations import IndexTopk, index_topk
+from tamis.ops.index.operations import IndexTopk
 from tamis.ops.index.prepared import new_positions
 from tamis.ops.lse import LseForm
 from tamis.ops.rotate import run_rotate_and_write
@@ -254,14 +255,14 @@ class SparseV41:
         if index is None:
             return selection
         assert queries.index_q is not None
+        step, span = call.plan.step, self.spec.compress
         if isinstance(index, IndexTopkAndBlocks):
-            index_topk_and_blocks(index._replace(q=queries.index_q))
+            index_topk_and_blocks(for_prompts(index._replace(q=queries.index_q), step, span))
             return V41Selection(index.out, index.blocks)
         if isinstance(index, IndexTopkWithin):
             index_topk_within(index._replace(q=queries.index_q))
         else:
-            run = index_topk if call.known is None or call.known.topk is None else call.known.topk.run
-            run(index._replace(q=queries.index_q))
+            run_selection(index._replace(q=queries.index_q), step, call.known and call.known.topk, None, span)
         return V41Selection(index.out, held)
 
     def _attend(

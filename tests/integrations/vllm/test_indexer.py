@@ -13,7 +13,10 @@ from torch_calls import Calls
 
 from tamis.cache.layout import index_fp8
 from tamis.cache.paged import PagedCache
+from tamis.cache.shard import Shard
+from tamis.integrations.vllm import indexer
 from tamis.integrations.vllm.indexer import IndexerMetadataBuilder, IndexerOptions, StepRows, select_positions
+from tamis.ops import index_topk
 
 CPU = torch.device("cpu")
 ADAPTIVE = SimpleNamespace(num_speculative_tokens=2, enable_adaptive_verification=True)
@@ -162,6 +165,41 @@ def test_a_step_selects_as_an_exact_indexer_does(name: str, padding: int) -> Non
     assert torch.equal(buffer[: step.tokens], step.selected(k))
     assert bool((buffer[step.tokens : step.tokens + padding] == -1).all())
     assert bool((buffer[step.tokens + padding :] == 7).all())
+
+
+@pytest.mark.parametrize(("name", "drafts", "columns"), [("prompts", None, 4), ("mixed", None, 5), ("drafts", 5, 90)])
+def test_prompts_are_scored_in_the_columns_that_they_need(
+    name: str, drafts: int | None, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine's table has columns for the longest request that it admits."""
+    step, k, seen = index.make_index_step(*STEPS[name]), 48, []
+    wide = replace(step, table=torch.nn.functional.pad(step.table, (0, 90 - step.table.shape[1]), value=0))
+    speculative = None if drafts is None else SimpleNamespace(num_speculative_tokens=drafts)
+    builder = IndexerMetadataBuilder(None, ["layer"], engine.config(speculative=speculative), "cpu")
+    metadata = builder.build(0, wide.common())
+    cache = PagedCache.wrap(step.storage(new=True), index_fp8(dim=index.DIM))
+
+    def watched(*given: Any, **options: Any) -> None:
+        seen.append(given[4])
+        index_topk(*given, **options)
+
+    monkeypatch.setattr(indexer, "index_topk", watched)
+    for room in (1 << 28, 1):
+        monkeypatch.setattr(indexer, "WORKSPACE_BYTES", room)
+        buffer = torch.full((step.tokens, k), 7, dtype=torch.int32)
+        select_positions(step.q, step.weights, cache, metadata, k, buffer)
+        assert torch.equal(buffer, step.selected(k))
+    assert [table.shape[1] for table in seen] == [90, columns]
+    assert all(table.data_ptr() == metadata.block_table.data_ptr() for table in seen)
+
+
+def test_a_shard_needs_fewer_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(indexer, "WORKSPACE_BYTES", 1)
+    step = index.make_index_step([600], [20])
+    wide = replace(step, table=torch.nn.functional.pad(step.table, (0, 90 - step.table.shape[1]), value=0))
+    metadata = StepRows(engine.config(), CPU, ratio=2).read(wide.common(), step.new_slots())
+    assert indexer._seen_pages(metadata, 64, None).shape[1] == 5  # 300 entries
+    assert indexer._seen_pages(metadata, 64, Shard(4, 1, 16)).shape[1] == 2  # 80 of them
 
 
 @pytest.mark.gpu

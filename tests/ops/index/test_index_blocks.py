@@ -11,7 +11,7 @@ from test_triton_index import Step, filled, int32
 
 from tamis.cache.layout import Layout, index_fp8, index_mxfp4, rows
 from tamis.ops import index_scores, index_topk, index_topk_and_blocks, index_topk_within
-from tamis.ops.index import reference, triton_kernels
+from tamis.ops.index import reference, scoring, triton_kernels
 from tamis.ops.index.block_operations import IndexTopkAndBlocks, IndexTopkWithin
 from tamis.ops.index.operations import IndexScores
 
@@ -79,6 +79,18 @@ def test_sizes_of_blocks_and_memory(count: int, size: int, k: int, space: int, d
     step = stepped(KEYS[2])
     checked(step, reference, torch.device("cpu"), count, size, k, space)
     checked(step, triton_kernels, device, count, size, k, space)
+
+
+@pytest.mark.parametrize("size", [129, 1000, scoring.MAX_BLOCK])
+def test_large_blocks(size: int, device: torch.device) -> None:
+    """Blocks of which a program holds fewer than of small ones, or a single one; more than that are refused by name."""
+    step = stepped(KEYS[2])
+    checked(step, triton_kernels, device, 2, size, 5, 1 << 20)
+    out = int32([[0] * 5] * len(step.ids)), int32([[0] * 2] * len(step.ids))
+    call = IndexTopkAndBlocks(*step.arguments(), 5, scoring.MAX_BLOCK, 1 << 20, len(step.ids), *out, "triton")
+    triton_kernels.check_index_topk_and_blocks(call)
+    with pytest.raises(ValueError, match="block_size must be at most 16384 for the triton backend, got 16385; pass"):
+        triton_kernels.check_index_topk_and_blocks(call._replace(block_size=scoring.MAX_BLOCK + 1))
 
 
 def test_many_heads_are_scored_in_blocks(device: torch.device) -> None:

@@ -18,6 +18,8 @@ from tamis.cache.paged import PagedCache
 from tamis.cache.shard import Shard
 from tamis.integrations.vllm.engine_batch import block_table, first, host_values
 from tamis.ops import index_topk, index_topk_and_blocks, index_topk_within
+from tamis.ops.index import WORKSPACE_BYTES
+from tamis.ops.index.columns import seen_columns
 from tamis.step.buffers import outside_modes
 
 _NAMES = ("tamis", "vllm")
@@ -67,6 +69,9 @@ class IndexerMetadata:
     """int32 [requests], the engine's own: context plus new tokens."""
     one_each: bool
     """Whether request r has token r and no other; padding requests at the end may have none."""
+    longest: int | None
+    """No token of a step with prompts sees more positions (in V4, entries). None for decodes, whose lengths may move on
+    with those of the engine."""
     engine: Any = None
     """vLLM's record of the step, where vLLM's own builder made the slots."""
 
@@ -84,7 +89,7 @@ class StepRows:
             ratio: how many tokens share an index key.
         """
         drafts = getattr(vllm_config, "speculative_config", None)
-        new = 1 + (getattr(drafts, "num_speculative_tokens", None) or 0)
+        self._new = new = 1 + (getattr(drafts, "num_speculative_tokens", None) or 0)
         limits = vllm_config.scheduler_config
         self._most = max(limits.max_num_batched_tokens, limits.max_num_seqs * new)
         # Adaptive verification drops drafts on the device, so the host does not know whose a token is.
@@ -115,6 +120,7 @@ class StepRows:
             self._lengths[:rows],
             first(common.seq_lens, requests),
             rows == requests and self._has_one_each(common, requests),
+            int(common.max_seq_len) // self._ratio if int(common.max_query_len) > self._new else None,
             engine,
         )
         if metadata.one_each:
@@ -223,8 +229,8 @@ def select_positions(
         candidates: the blocks that it selects too, or selects within; None for one level. Not with a group.
     """
     rows, padded = metadata.num_actual_tokens, q.shape[0]
-    where = (metadata.request_ids, metadata.block_table, metadata.lengths)
     if rows:
+        where = (metadata.request_ids, _seen_pages(metadata, cache.page_size, shard), metadata.lengths)
         given, out = (first(q, rows), first(weights, rows), cache, *where), first(buffer, rows)
         if candidates is None:
             index_topk(*given, k, out=out, group=group, shard=shard)
@@ -236,3 +242,13 @@ def select_positions(
             index_topk_within(*given, held, k, block_size=candidates.block_size, out=out)
     if padded > rows:
         buffer[rows:padded].fill_(-1)
+
+
+def _seen_pages(metadata: IndexerMetadata, page_size: int, shard: Shard | None) -> Tensor:
+    """The engine's page table, which has columns for `max_model_len`, or what a step with prompts needs of it. Decodes
+    keep all columns: they are captured in CUDA graphs, after calls that load their kernels."""
+    table, longest = metadata.block_table, metadata.longest
+    if longest is None:
+        return table
+    keys = longest if shard is None else shard.most(longest)
+    return seen_columns(table, page_size, metadata.num_actual_tokens, keys, WORKSPACE_BYTES)

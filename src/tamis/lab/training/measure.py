@@ -67,7 +67,7 @@ class _Random(SparseMLA):
         super().__init__(layer.spec, backend=layer.backend)
         self._draws = draws
 
-    def _select(self, call: IndexTopk, known: object = None) -> Tensor:
+    def _select(self, call: IndexTopk, plan: object, known: object = None) -> Tensor:
         return _drawn(call, self._draws)
 
 

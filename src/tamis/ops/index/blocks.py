@@ -51,7 +51,7 @@ def index_topk_and_blocks(
         lengths: int32 [T], how many leading positions each token sees; 0 or less: none.
         k: how many positions to select, 1 to 4096.
         blocks: how many blocks to select, 1 to 4096.
-        block_size: positions per block.
+        block_size: positions per block; on a GPU at most 16384.
         workspace_bytes: as in `index_topk`.
         out: int32 [T, k], contiguous, to write the positions into.
         blocks_out: int32 [T, blocks], contiguous, to write the blocks into.

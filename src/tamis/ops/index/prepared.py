@@ -24,13 +24,23 @@ class PreparedTopk(NamedTuple):
     """For the positions, int32 [T, k]."""
     apart: memory.Apart | None
     """Whether a given output is separate from all that is read; None if calls are given none."""
+    shorter: dict[int, Callable[[IndexTopk], None]]
+    """What runs such calls with fewer columns of their block table, by the number of columns."""
 
     @classmethod
     def of(cls, call: IndexTopk, *, given_out: bool = False) -> Self:
         """Prepare a checked call as far as its backend can."""
         rooms = Rooms(call.q.device, ((call.q.shape[0], call.k), torch.int32))
         apart = memory.Apart(call.out, *call.read) if given_out else None
-        return cls(index_topk.prepared(call) or index_topk, rooms, apart)
+        return cls(index_topk.prepared(call) or index_topk, rooms, apart, {})
+
+    def run_short(self, call: IndexTopk) -> None:
+        """Run a call with fewer columns of its block table than those for which this was prepared."""
+        columns = call.block_table.shape[1]
+        run = self.shorter.get(columns)
+        if run is None:
+            run = self.shorter[columns] = index_topk.prepared(call) or index_topk
+        run(call)
 
 
 KNOWN: memory.Memory[PreparedTopk] = memory.Memory()

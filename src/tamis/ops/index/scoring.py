@@ -25,6 +25,8 @@ PACKED = torch.bfloat16
 """The type that holds e2m1 values times their scales: bf16 has the range of float32."""
 MAX_HEADS = 128
 MAX_DIM = 256
+MAX_BLOCK = 16384
+"""Positions of the largest block: one program holds their scores."""
 
 
 def index_scores(call: IndexScores) -> None:
@@ -45,7 +47,15 @@ def check_index_scores(call: IndexScores | RaggedScores | IndexTopk | IndexTopkA
         raise checks.refuse("q", expected, list(call.q.shape), "pass backend='reference'")
 
 
-check_ragged_scores = check_index_topk = check_index_topk_and_blocks = check_index_topk_within = check_index_scores
+check_ragged_scores = check_index_topk = check_index_topk_within = check_index_scores
+
+
+def check_index_topk_and_blocks(call: IndexTopkAndBlocks) -> None:
+    """Refuse what `check_index_scores` refuses, and blocks of more positions than a program holds."""
+    check_index_scores(call)
+    if call.block_size > MAX_BLOCK:
+        expected = f"at most {MAX_BLOCK} for the triton backend"
+        raise checks.refuse("block_size", expected, call.block_size, "pass backend='reference'")
 
 
 class Chunk(NamedTuple):

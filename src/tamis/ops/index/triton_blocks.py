@@ -16,14 +16,14 @@ from tamis.arithmetic import ceil_div, round_up
 from tamis.cuda.device import sm_count
 from tamis.ops.index.block_operations import IndexTopkAndBlocks, IndexTopkWithin
 from tamis.ops.index.operations import IndexTopk
-from tamis.ops.index.scoring import Chunk, paged_keys, score_launch
+from tamis.ops.index.scoring import MAX_BLOCK, Chunk, paged_keys, score_launch
 from tamis.ops.index.triton_scores import load_packed, load_queries, load_rows, sum_head_blocks, sum_heads
 from tamis.ops.rows.triton_rows import has_native_e4m3, launching_on
 
 Select = Callable[[Tensor, Tensor, int, Tensor], None]
 """A backend's top-k: scores float32 [T, S], lengths int32 [T], k, and the result int32 [T, k] to write into."""
 TILE = 128
-"""Blocks, or positions, of one program of the two small kernels."""
+"""The most blocks, or positions, of one program of the two small kernels."""
 
 
 # do_not_specialize: Triton would otherwise recompile when one of these is 1 or a multiple of 16.
@@ -124,7 +124,8 @@ def topk_and_blocks(call: IndexTopkAndBlocks, chunks: Iterator[Chunk], select: S
         found = torch.empty(rows, blocks, dtype=torch.float32, device=scores.device)
         if found.numel():
             with launching_on(found.device):
-                block_maxima[(rows, ceil_div(blocks, TILE))](**maxima_arguments(scores, lengths, found, size, listed))
+                arguments = maxima_arguments(scores, lengths, found, size, listed)
+                block_maxima[(rows, ceil_div(blocks, arguments["TILE"]))](**arguments)
         # A token does not see every block up to `listed`; the others score -inf.
         every = torch.full((rows,), blocks, dtype=torch.int32, device=found.device)
         select(found, every, call.blocks.shape[1], call.blocks[start : start + rows])
@@ -132,7 +133,8 @@ def topk_and_blocks(call: IndexTopkAndBlocks, chunks: Iterator[Chunk], select: S
 
 
 def maxima_arguments(scores: Tensor, lengths: Tensor, out: Tensor, size: int, listed: int) -> dict[str, Any]:
-    """Arguments of `block_maxima`."""
+    """Arguments of `block_maxima`. A program of few large blocks holds no more scores than one of many small blocks."""
+    columns = triton.next_power_of_2(size)
     return {
         "scores": scores,
         "scores_stride": scores.stride(0),
@@ -141,8 +143,8 @@ def maxima_arguments(scores: Tensor, lengths: Tensor, out: Tensor, size: int, li
         "blocks": out.shape[1],
         "listed": listed,
         "BLOCK_SIZE": size,
-        "COLUMNS": triton.next_power_of_2(size),
-        "TILE": TILE,
+        "COLUMNS": columns,
+        "TILE": min(TILE, MAX_BLOCK // columns),
     }
 
 

@@ -40,18 +40,26 @@ def test_unaligned_addresses_leave_the_remembered_launch(monkeypatch: pytest.Mon
     monkeypatch.setattr(hopper.scores, "prepare_scores", lambda call, out: score)
     monkeypatch.setattr(hopper.topk, "prepare_topk", lambda *shape: lambda stream, given: ran.append("top-k"))
     monkeypatch.setattr(hopper, "index_topk", lambda call: ran.append("all"))
-    room = torch.zeros(64 * 128 + 16, dtype=torch.uint8, device="cpu")
-    queries = [room[first : first + 64 * 128].view(torch.float8_e4m3fn).view(1, 64, 128) for first in (0, 1, 16)]
+    held = torch.zeros(64 * 128 + 16, dtype=torch.uint8, device="cpu")
+    queries = [held[first : first + 64 * 128].view(torch.float8_e4m3fn).view(1, 64, 128) for first in (0, 1, 16)]
     call = call_of(queries[0])
     run = hopper.prepare_index_topk(call)
     assert run is not None
     for q in queries:
         run(call._replace(q=q))
     assert ran == ["scores", "top-k", "all", "scores", "top-k"]
+    pages = torch.zeros(64 * 132 + 8, dtype=torch.uint8, device="cpu")[8:].view(1, 64, 132)
+    assert pages.data_ptr() % 16
+    run(call._replace(cache=PagedCache.wrap(pages, index_fp8())))
+    assert ran[5:] == ["all"]
 
 
-def test_a_small_workspace_takes_several_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Five tokens, of which the workspace holds the scores of two: each launch gets the addresses of its own tokens."""
+@pytest.mark.parametrize(
+    ("room", "sizes"),
+    [(1, [1] * 5), (2 * 64 * 4, [2, 2, 1]), (4 * 64 * 4 - 1, [3, 2]), (5 * 64 * 4 - 1, [4, 1]), (5 * 64 * 4, [5])],
+)
+def test_a_small_workspace_takes_several_launches(room: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five tokens, of which the workspace holds the scores of some. Each launch gets the addresses of its tokens."""
     ran: list[tuple[int, ...]] = []
 
     def prepare_scores(some: IndexTopk, out: Tensor):
@@ -67,14 +75,26 @@ def test_a_small_workspace_takes_several_launches(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(hopper.scores, "prepare_scores", prepare_scores)
     monkeypatch.setattr(hopper.topk, "prepare_topk", prepare_topk)
     q = torch.zeros(5, 64, 128, dtype=torch.float8_e4m3fn, device="cpu")
-    call = call_of(q, workspace_bytes=2 * 64 * 4)
+    call = call_of(q, workspace_bytes=room)
     run = hopper.prepare_index_topk(call)
     assert run is not None
     run(call)
     scored, selected = ran[::2], ran[1::2]
     tensors = q, call.weights, call.request_ids, call.lengths
-    for (first, size), score, select in zip(((0, 2), (2, 2), (4, 1)), scored, selected, strict=True):
+    firsts = [sum(sizes[:number]) for number in range(len(sizes))]
+    for first, size, score, select in zip(firsts, sizes, scored, selected, strict=True):
         queries, weights, ids, lengths = (t[first:].data_ptr() for t in tensors)
         assert (score[0], score[1], score[2]) == (size, queries, weights)
         assert (score[5], score[6], score[7]) == (ids, call.block_table.data_ptr(), lengths)
         assert select == (size, score[8], lengths, call.out[first:].data_ptr())
+
+
+def test_scores_of_triton_are_prepared_for_a_single_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their launch scores all tokens, so it may not be given memory for some of them."""
+    rows: list[int] = []
+    monkeypatch.setattr(hopper.scores, "serves", lambda call: False)
+    monkeypatch.setattr(hopper, "_prepare_triton", lambda call, rooms: rows.append(len(rooms()[0])) or "prepared")
+    q = torch.zeros(5, 64, 128, dtype=torch.float8_e4m3fn, device="cpu")
+    found = [hopper.prepare_index_topk(call_of(q, workspace_bytes=room)) for room in (1, 5 * 64 * 4 - 1, 5 * 64 * 4)]
+    assert found == [None, None, "prepared"]
+    assert rows == [5]
