@@ -14,10 +14,12 @@ from seeds import choose_run, reseed
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--seed` changes random inputs, `--threads` the order of large sums; `--races` watches emulated kernels."""
+    """`--seed` changes random inputs, `--threads` the order of sums; two options watch emulated kernels for races."""
     parser.addoption("--seed", type=int, default=0, help="what all random inputs are drawn from (0)")
     parser.addoption("--threads", type=int, default=1, help="threads of torch in each process (1)")
     parser.addoption("--races", action="store_true", help="emulated kernels report races in shared memory (slow)")
+    strict = "as --races, and wgmma may read what cp.async has copied behind a fence of proxies only, as PTX says"
+    parser.addoption("--strict-races", action="store_true", help=strict)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -83,6 +85,7 @@ def host_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
         pytest.skip("needs a C++ compiler")
     base = tmp_path_factory.getbasetemp()
     name = on_host.FINDING_RACES if request.config.getoption("--races") else "on_host"
+    name = on_host.STRICTLY if request.config.getoption("--strict-races") else name
     folder = (base.parent if hasattr(request.config, "workerinput") else base) / name
     folder.mkdir(exist_ok=True)
     return folder

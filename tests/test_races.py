@@ -11,6 +11,8 @@ import pytest
 
 SOURCE = (Path(on_host.__file__).parent / "small_kernels.cpp").read_text()
 SEEDS = range(4)
+RACY_STRICTLY = "product of copies without fence"
+"""A kernel in order that is not in the order that PTX asks for."""
 
 
 def names(table: str) -> list[str]:
@@ -18,18 +20,32 @@ def names(table: str) -> list[str]:
     return re.findall(r'^    {"([^"]+)"', rows[: rows.index("};")], re.MULTILINE)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("small") / on_host.FINDING_RACES
-    made.mkdir()
-    return made
-
-
-@pytest.fixture(scope="module")
-def kernels(folder: Path) -> Any:
+def compiled(tmp_path_factory: pytest.TempPathFactory, name: str) -> tuple[Any, Path]:
     if shutil.which("g++") is None or shutil.which("addr2line") is None:
         pytest.skip("needs a C++ compiler and addr2line")
-    return on_host.load(folder, SOURCE, ["-DTHREADS=128"])
+    folder = tmp_path_factory.mktemp("small") / name
+    folder.mkdir()
+    return on_host.load(folder, SOURCE, ["-DTHREADS=128"]), folder
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    return compiled(tmp_path_factory, on_host.FINDING_RACES)
+
+
+@pytest.fixture(scope="module")
+def kernels(watched: tuple[Any, Path]) -> Any:
+    return watched[0]
+
+
+@pytest.fixture(scope="module")
+def folder(watched: tuple[Any, Path]) -> Path:
+    return watched[1]
+
+
+@pytest.fixture(scope="module")
+def strict_kernels(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return compiled(tmp_path_factory, on_host.STRICTLY)[0]
 
 
 @pytest.mark.parametrize("word", [ctypes.c_int8, ctypes.c_int64])
@@ -46,6 +62,16 @@ def test_the_detector_has_what_every_cpu_calls(kernels: Any, folder: Path, word:
 def test_a_kernel_in_order_has_no_race(kernels: Any, name: str) -> None:
     for seed in SEEDS:
         kernels.run(0, names("ORDERED").index(name), seed)
+
+
+@pytest.mark.parametrize("name", names("ORDERED"))
+def test_strictly_copies_need_a_fence_before_a_product(strict_kernels: Any, name: str) -> None:
+    for seed in SEEDS:
+        if name == RACY_STRICTLY:
+            with pytest.raises(AssertionError, match=r"no fence\.proxy\.async between"):
+                strict_kernels.run(0, names("ORDERED").index(name), seed)
+        else:
+            strict_kernels.run(0, names("ORDERED").index(name), seed)
 
 
 @pytest.mark.parametrize("name", names("RACY"))

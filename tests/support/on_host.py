@@ -15,11 +15,13 @@ from tamis.cuda.params import params_format
 
 HERE = Path(__file__).parent
 HEADERS = Path(cuda.__file__).parent
-FINDING_RACES = "on_host_finding_races"
-"""The name of a folder in which kernels are compiled so that they report races."""
+FINDING_RACES, STRICTLY = "on_host_finding_races", "on_host_finding_races_strictly"
+"""Names of folders in which kernels are compiled so that they report races, and those of PTX's rules alone."""
 
 # Several libraries are loaded at once; each must have separate variables.
 FLAGS = ["-std=c++20", "-O1", "-w", "-fPIC", "-fno-strict-aliasing", "-fno-gnu-unique", "-fvisibility=hidden"]
+DETECTORS = {FINDING_RACES: [], STRICTLY: ["-DSTRICT"]}
+"""The detector's options by the folder's name."""
 WATCHED = ["-DFIND_RACES", "-fsanitize=thread", "--param", "tsan-distinguish-volatile=1", "-g"]
 
 
@@ -38,13 +40,13 @@ def load(folder: Path, source: str, options: Sequence[str]) -> Any:
         if not library.exists():
             file = library.with_suffix(".cpp")
             file.write_text(source)
-            if folder.name == FINDING_RACES:
+            if folder.name in DETECTORS:
                 parts = [_compiled(file, [*flags, *WATCHED]), _detector(folder)]
                 subprocess.run(["g++", "-shared", "-o", library, *parts], check=True)
             else:
                 subprocess.run(["g++", *flags, "-shared", "-o", library, file], check=True)
     loaded = ctypes.CDLL(str(library))
-    return Emulated(_checked(loaded, library)) if folder.name == FINDING_RACES else loaded
+    return Emulated(_checked(loaded, library)) if folder.name in DETECTORS else loaded
 
 
 def _compiled(file: Path, flags: Sequence[str]) -> Path:
@@ -58,7 +60,7 @@ def _detector(folder: Path) -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)
         made = folder / "races.o"
         if not made.exists():
-            flags = [*FLAGS, "-O2", "-DFIND_RACES", "-c", "-o", str(made)]
+            flags = [*FLAGS, "-O2", "-DFIND_RACES", *DETECTORS[folder.name], "-c", "-o", str(made)]
             subprocess.run(["g++", *flags, str(HERE / "races.cpp")], check=True)
     return made
 

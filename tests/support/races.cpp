@@ -97,8 +97,14 @@ struct Sync {
 };
 
 // COPIED: by cp.async. Once such a copy is known to be over, products read it without a fence of proxies, as they do in
-// CUTLASS's main loop of wgmma behind cp.async.
+// CUTLASS's main loop of wgmma behind cp.async. PTX asks for one, and so does this file with STRICT.
 enum Kind : unsigned char { READS = 0, WRITES = 1, ATOMIC = 2, ASYNC = 4, COPIED = 8 };
+
+#ifdef STRICT
+constexpr unsigned char UNFENCED = ASYNC;
+#else
+constexpr unsigned char UNFENCED = ASYNC | COPIED;
+#endif
 
 struct Record {
     u32 actor, time, place;
@@ -208,7 +214,7 @@ bool is_known(const Record& before, u32 actor, bool& needs_fence, bool asynchron
     const bool own = static_cast<int>(before.actor) == current;
     const Clock& clock = self().clock;
     if (!own && clock.seen(before.actor) < before.time) return false;
-    if (!asynchronous || !(before.kind & WRITES) || before.kind & (ASYNC | COPIED)) return true;
+    if (!asynchronous || !(before.kind & WRITES) || before.kind & UNFENCED) return true;
     needs_fence = (own ? self().fenced : clock.fenced(before.actor)) < before.time;
     return !needs_fence;
 }

@@ -250,6 +250,19 @@ void multiply_tiles(bool fenced, bool waits) {
     if (!waits) wgmma_wait<0>();
 }
 
+void multiply_copies(bool fenced) {
+    const u32 tiles = tile_memory() + TILE;
+    init(THREADS);
+    for (u32 unit = threadIdx.x; unit < 2 * TILE_BYTES / 16; unit += THREADS) cp_async_zfill<16>(tiles + 16 * unit, global, true);
+    cp_async_mbarrier_arrive(barrier());
+    mbarrier_wait(barrier(), 0);
+    if (fenced) fence_async_proxy();
+    float sums[32];
+    wgmma_ss<BF16>(sums, k_major(tiles), k_major(tiles + TILE_BYTES), 0);
+    wgmma_commit();
+    wgmma_wait<0>();
+}
+
 // A warp multiplies 16 rows, and another may write them when only its own product is over.
 void write_rows_of(int warp) {
     const u32 tiles = tile_memory() + TILE;
@@ -312,6 +325,8 @@ const Case ORDERED[] = {
     {"older of two groups", 1, [] { older_of_two_groups(false); }},
     {"copies that arrive", 1, [] { copies_that_arrive(true); }},
     {"product", 1, [] { multiply_tiles(true, true); }},
+    {"product of copies", 1, [] { multiply_copies(true); }},
+    {"product of copies without fence", 1, [] { multiply_copies(false); }},
     {"own rows of a product", 1, [] { write_rows_of(0); }},
     {"the other CTA's", 2, [] { of_the_other_cta(true); }},
     {"added by both CTAs", 2, [] { added_by_both(false); }},
