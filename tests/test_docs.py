@@ -1,5 +1,7 @@
 """What the documents promise: code blocks run, what is generated is up to date, and what they name exists."""
 
+import ast
+import builtins
 import contextlib
 import io
 import re
@@ -165,6 +167,23 @@ def test_shell_blocks_that_are_not_run_would_be_accepted() -> None:
 def test_the_example_of_the_readme_is_short() -> None:
     first = next(block for block in blocks("README.md") if block.language == "python")
     assert len([line for line in first.text.splitlines() if line.strip()]) <= 20
+
+
+def test_every_example_of_the_readme_imports_what_it_uses() -> None:
+    """Readers copy one of them; on other pages the blocks are one program."""
+    for block in blocks("README.md"):
+        if block.language == "python":
+            nodes = list(ast.walk(ast.parse(block.text)))
+            names = [node for node in nodes if isinstance(node, ast.Name)]
+            used = {node.id for node in names if isinstance(node.ctx, ast.Load)} - set(dir(builtins))
+            made = {node.id for node in names if isinstance(node.ctx, ast.Store)}
+            imported = {
+                (alias.asname or alias.name).partition(".")[0]
+                for node in nodes
+                if isinstance(node, ast.Import | ast.ImportFrom)
+                for alias in node.names
+            }
+            assert used <= made | imported, f"README.md:{block.line}: {used - made - imported}"
 
 
 @pytest.mark.parametrize("name", ["DESIGN.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", *PAGES])
