@@ -227,6 +227,22 @@ def test_wrong_inputs_are_refused_by_name(model: Any) -> None:
     assert torch.equal(found, logits(model, ids[:, :1], past_key_values=fresh))
 
 
+@pytest.mark.parametrize("name", [*FAMILIES, "mistral-large4"])
+def test_weights_that_are_written_through_data_count(name: str) -> None:
+    """As programs write them that copy a trainer's weights: torch counts no change."""
+    ids, model = tokens(1, 40), build(name).to(torch.bfloat16)
+    attach(model, cache="bf16")
+    before = logits(model, ids)
+    for module in base_of(model).layers:
+        for parameter in module.self_attn.parameters():
+            parameter.data.mul_(1.5)
+    found = logits(model, ids)
+    detach(model)
+    attach(model, cache="bf16")
+    assert torch.equal(found, logits(model, ids))
+    assert not torch.equal(found, before)
+
+
 @every_kind_of_cache
 def test_packed_sequences_are_refused(model: Any) -> None:
     """Where transformers would keep them apart: in a call without mask and cache."""

@@ -1,6 +1,7 @@
 """DeepSeek-V4's attention modules of Hugging Face transformers on tamis."""
 
 from collections.abc import Hashable
+from dataclasses import replace
 from math import gcd, lcm
 from typing import Any
 
@@ -70,7 +71,15 @@ class V4Family:
         if source != self._source or len(self.layers[0].cos_sin) < longest:
             self._make_layers(longest + longest // 4 + V4_PAGE)
             self._source = source
+        self._renew_sinks()
         return self._planners.plan(batch)
+
+    def _renew_sinks(self) -> None:
+        """Copy sinks that are not in float32 again: a copy does not follow what is written through `.data`."""
+        for number, layer in enumerate(self.layers):
+            sinks = self._base.layers[number].self_attn.sinks
+            if sinks.dtype != torch.float32:
+                layer.weights = replace(layer.weights, sink=sinks.detach().float())
 
     def _parameters(self) -> list[Tensor]:
         """The parameters of all attention modules."""
