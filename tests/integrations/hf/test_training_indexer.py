@@ -12,7 +12,7 @@ import torch
 from bounds import relative_error
 from hf_indexers import index_rows
 from hf_models import RELATIVES, tokens
-from hf_training import FLIPPED, Gradients, assert_agree, assert_same, batches, shared, step, trainable
+from hf_training import FLIPPED, SEPARATE, Gradients, assert_agree, assert_same, batches, shared, step, trainable
 from torch import Tensor
 
 from tamis.integrations.hf import train_v4, train_v32
@@ -349,3 +349,33 @@ def test_a_coefficient_of_zero_computes_no_loss(model: Any) -> None:
     _, found = step(model, input_ids=IDS, labels=IDS)
     assert index_losses(model) == {}
     assert all(found[name] is None for name in indexer_parameters(model))
+
+
+@SHARING
+def test_both_losses_may_have_backward_passes_of_their_own(model: Any, teachers: Any) -> None:
+    """The first of them runs checkpointed layers again, which must not replace the index loss that waits."""
+    attach(model, train=True, indexer="sparse", teachers=teachers, deterministic=False)
+    model.gradient_checkpointing_enable()
+    _, expected = step(model, input_ids=IDS, labels=IDS)
+    logits = model(IDS).logits
+    waiting = dict(language_model(model)._tamis.training.collected._pending)
+    torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), IDS[:, 1:].flatten()).backward()
+    pending = language_model(model)._tamis.training.collected._pending
+    assert pending.keys() == waiting.keys()
+    assert all(pending[key] is loss for key, loss in waiting.items())
+    added = take_index_loss(model)
+    assert added is not None
+    added.backward()
+    found = {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert_agree(found, expected, SEPARATE, but="")
+    model.zero_grad(set_to_none=True)
+    model.gradient_checkpointing_disable()
+
+
+@pytest.mark.parametrize("model", ["v32", "v4"], indirect=True)
+def test_a_batch_of_padding_alone_teaches_nothing(model: Any) -> None:
+    """A rank may get one at the end of an epoch."""
+    attach(model, train=True, indexer="sparse", deterministic=False)
+    model(IDS, attention_mask=torch.zeros_like(IDS))
+    added = take_index_loss(model)
+    assert added is None or float(added.detach()) == 0.0
