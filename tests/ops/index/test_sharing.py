@@ -313,6 +313,30 @@ def test_what_a_whole_call_takes_of_the_workspace(monkeypatch: pytest.MonkeyPatc
     assert sharing.shared_step(0, 8) == 8, "every rank has a token, whatever the workspace"
 
 
+@pytest.mark.parametrize("workspace", [1, 100_000, 1 << 20])
+@pytest.mark.parametrize("shard", [None, Shard(8, 0)])
+def test_scores_get_what_an_exchange_leaves_of_the_workspace(
+    shard: Shard | None, workspace: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case, parts = Case(300), []
+    where = (case.cache, case.request_ids, case.table, case.lengths)
+    out = torch.empty(300, 64, dtype=torch.int32)
+    call = IndexTopk(case.q, case.weights, *where, 64, workspace, 300, out, None, "reference")
+    over: Any = object.__new__(OverRanks)
+    over.shard, over.share = shard, "always"
+    over.ranks = SimpleNamespace(size=8, rank=0, must_agree=lambda *given: False)
+    monkeypatch.setattr(OverRanks, "_own", lambda self, part: parts.append(part))
+    monkeypatch.setattr(OverRanks, "_place", lambda self, every, part: None)
+    over.ranks.gather = lambda mine: out
+    over.run(call)
+    _, spent = over._step(call)
+    assert sum(len(part.q) for part in parts) == 300
+    for part in parts:
+        assert part.workspace_bytes >= 1
+        assert part.workspace_bytes == 1 or len(part.q) * spent + part.workspace_bytes <= workspace
+    assert workspace == 1 or parts[0].workspace_bytes > 1
+
+
 def test_parts_are_remembered(pretended: Pretended, monkeypatch: pytest.MonkeyPatch) -> None:
     given = indexing(4)
     fields = [given[n] for n in ("q", "weights", "cache", "request_ids", "block_table", "lengths", "k")]
