@@ -68,7 +68,13 @@ def main(way: str) -> None:
     state = get_model_state_dict(model, options=whole)
     if dist.get_rank() == 0:
         model.save_pretrained(FOLDER, state_dict=state)
-        trained = DeepseekV32ForCausalLM.from_pretrained(FOLDER)
+        trained = DeepseekV32ForCausalLM.from_pretrained(
+            FOLDER,
+            trust_remote_code=False,
+            use_safetensors=True,
+            local_files_only=True,
+            attn_implementation="eager",
+        )
         for name, one in {"new": make_model(), "trained": trained}.items():
             with torch.no_grad():
                 loss = one.to(DEVICE)(batch, labels=batch).loss
