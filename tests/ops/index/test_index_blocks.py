@@ -6,12 +6,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from seeds import seed_of
+from seeds import seed_of, seeded
 from test_triton_index import Step, filled, int32
 
 from tamis.cache.layout import Layout, index_fp8, index_mxfp4, rows
 from tamis.ops import index_scores, index_topk, index_topk_and_blocks, index_topk_within
-from tamis.ops.index import reference, scoring, triton_kernels
+from tamis.ops.index import reference, scoring, triton_blocks, triton_kernels
 from tamis.ops.index.block_operations import IndexTopkAndBlocks, IndexTopkWithin
 from tamis.ops.index.operations import IndexScores
 
@@ -81,16 +81,35 @@ def test_sizes_of_blocks_and_memory(count: int, size: int, k: int, space: int, d
     checked(step, triton_kernels, device, count, size, k, space)
 
 
-@pytest.mark.parametrize("size", [129, 1000, scoring.MAX_BLOCK])
-def test_large_blocks(size: int, device: torch.device) -> None:
-    """Blocks of which a program holds fewer than of small ones, or a single one; more than that are refused by name."""
+def test_large_blocks(device: torch.device) -> None:
+    """Blocks beyond the context, up to the largest; more positions are refused by name."""
     step = stepped(KEYS[2])
-    checked(step, triton_kernels, device, 2, size, 5, 1 << 20)
+    checked(step, triton_kernels, device, 1, 1000, 5, 1 << 20)
     out = int32([[0] * 5] * len(step.ids)), int32([[0] * 2] * len(step.ids))
     call = IndexTopkAndBlocks(*step.arguments(), 5, scoring.MAX_BLOCK, 1 << 20, len(step.ids), *out, "triton")
     triton_kernels.check_index_topk_and_blocks(call)
     with pytest.raises(ValueError, match="block_size must be at most 16384 for the triton backend, got 16385; pass"):
         triton_kernels.check_index_topk_and_blocks(call._replace(block_size=scoring.MAX_BLOCK + 1))
+
+
+@pytest.mark.parametrize(("size", "blocks"), [(128, 130), (129, 66), (1000, 18), (scoring.MAX_BLOCK, 3)])
+def test_maxima_of_more_blocks_than_a_program_holds(size: int, blocks: int, device: torch.device) -> None:
+    listed = blocks * size - 5
+    lengths = [listed, listed - size, size, 1, 0, listed + 99]
+    scores = torch.randn(len(lengths), listed, generator=seeded(7))
+    memory = torch.full((len(lengths) * blocks + 128,), math.nan, device=device)
+    found = memory[:-128].view(len(lengths), blocks)
+    given = (scores.to(device), int32(lengths).to(device), found)
+    arguments = triton_blocks.maxima_arguments(*given, size, listed)
+    assert blocks > arguments["TILE"]
+    triton_blocks.block_maxima[(len(lengths), -(-blocks // arguments["TILE"]))](**arguments)
+    for row, length in enumerate(min(length, listed) for length in lengths):
+        seen = scores[row, :length].tolist()
+        tops = [max(seen[at : at + size], default=-math.inf) for at in range(0, blocks * size, size)]
+        if length:
+            tops[(length - 1) // size] = math.inf
+        assert found[row].tolist() == tops
+    assert bool(memory[-128:].isnan().all())  # nothing behind the last token's
 
 
 def test_many_heads_are_scored_in_blocks(device: torch.device) -> None:
