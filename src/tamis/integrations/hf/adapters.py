@@ -31,7 +31,8 @@ def chosen_adapters(module: nn.Module) -> Iterator[Hashable]:
     """What decides, beside parameters, which adapters act in a module's layers: the names of those that are active,
     whether they are switched off, and their factors."""
     for layer in module.modules():
-        if hasattr(layer, "base_layer"):
+        # Looked up where submodules are, at every step: asking a module for what it lacks raises and takes longer.
+        if "base_layer" in layer._modules:
             found: Any = layer
             factors = getattr(found, "scaling", {})
             yield found.disable_adapters, tuple(found.active_adapters), tuple(sorted(factors.items()))
